@@ -69,6 +69,7 @@ def resolve_plan(
     except ValueError:
         fix = "Write seconds (5400), HH:MM:SS (01:30:00) or D-HH:MM:SS (1-12:00:00)"
         raise layout.wrong_option(settings, "max_time", "this is not a span of time", fix) from None
+    settings = _enable_mesh(settings)
     launcher_name = launcher_name or choose_launcher(settings, machine)
     if launcher_name is not None:
         settings = launcher_named(launcher_name).amend(settings, machine)
@@ -137,6 +138,15 @@ def _plan_processes(
         own = "" if smallest.machines else f"; machine {plan.machine} has {plan.ranks}"
         settings = settings.noted(total + own)
     return settings, plan
+
+
+def _enable_mesh(settings: Settings) -> Settings:
+    """Enables the device mesh if the size of a dimension is set, which would have no effect without it."""
+    sizes = [name for name in settings.values if name.startswith(_SIZE[0]) and name.endswith(_SIZE[1])]
+    given = [name for name in sizes if settings.given(name) and settings.values[name] not in (None, 1)]
+    if not given or settings[LaunchSection].use_parallelism_config:
+        return settings
+    return settings.replaced(settings.source(given[0]), use_parallelism_config=True)
 
 
 def _note_idle_flags(settings: Settings, launcher_name: str | None) -> Settings:

@@ -130,6 +130,14 @@ def test_methods_that_need_a_group_get_one_with_one_process(name: str) -> None:
     assert plan(machine(1), num_processes=1, **{name: True}).launcher == "elastic"
 
 
+def test_the_size_of_a_mesh_dimension_enables_the_mesh() -> None:
+    name = "ACCELERATE_USE_PARALLELISM_CONFIG"
+    made = plan(machine(2), parallelism_config_pp_size=2)
+    assert made.environment[name] == "true"
+    assert not any("no effect" in note for note in made.notes)
+    assert name not in plan(machine(2), parallelism_config_pp_size=1).environment
+
+
 @pytest.mark.parametrize(
     ("flags", "launcher"),
     [
