@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -224,24 +223,36 @@ def test_mistakes_are_named(run: Run) -> None:
     assert "multiple of 4" in length
 
 
+class Alone(nn.Linear):
+    """Computes attention itself."""
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        heads = super().forward(heads)
+        return (heads @ heads.transpose(-1, -2)).softmax(-1) @ heads
+
+
 def attend_by_other_means() -> list[str]:
     accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=2))
-    accelerator.prepare(nn.Linear(2, 2))
-    seen: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("accelerate").addHandler(handler)
-    try:
-        with accelerator.maybe_context_parallel([torch.zeros(2, 16)], [1]):
-            pass
-    finally:
-        logging.getLogger("accelerate").removeHandler(handler)
-    return seen
+    heads = torch.ones(2, 4, 16, 2)
+    models = accelerator.prepare(nn.Linear(2, 2), Alone(2, 2))
+    with accelerator.maybe_context_parallel([heads], [2]):
+        pass  # no forward
+    errors = []
+    for model in models:
+        with (
+            pytest.raises(ConfigurationError) as caught,
+            accelerator.maybe_context_parallel([heads], [2]),
+        ):
+            model(heads)
+        errors.append(str(caught.value))
+    return errors
 
 
-def test_an_attention_without_context_parallelism_gives_a_warning(run: Run) -> None:
-    (said,) = run(attend_by_other_means)[0]
-    assert "attn_implementation='sdpa'" in said
+def test_attention_without_context_parallelism_is_refused(run: Run) -> None:
+    for called, computed in run(attend_by_other_means):
+        assert "Linear" in called
+        assert "attn_implementation='sdpa'" in called
+        assert "by the softmax of scores of shape [2, 4, 8, 8]" in computed
 
 
 def replace_the_context() -> tuple[list[Any], bool]:

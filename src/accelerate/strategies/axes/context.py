@@ -17,16 +17,23 @@ from torch.overrides import TorchFunctionMode
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, wrong_value
 from accelerate.devices import of_device
-from accelerate.logging import get_logger
+from accelerate.state import services
 from accelerate.strategies.axes.base import Axis
-from accelerate.strategies.axes.masks import attend, check_masks, checks_enabled
-
-logger = get_logger(__name__)
+from accelerate.strategies.axes.masks import (
+    ShardedSequences,
+    attend,
+    check_masks,
+    checks_enabled,
+    refuse_own_attention,
+)
 
 CALL = "accelerator.maybe_context_parallel"
 _SEQUENCE_DIM = 2
 CHUNKS = 2
 """Chunks of a sequence on each rank, one from each end, because later positions attend to more positions."""
+
+
+_SOFTMAX = (torch.softmax, Tensor.softmax, torch.nn.functional.softmax)
 
 
 class ContextAxis(Axis):
@@ -41,6 +48,7 @@ class ContextAxis(Axis):
     def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
         """Adds hooks that check the attention of a model while sequences are sharded."""
         check_masks(model)
+        model.register_forward_pre_hook(_record_forward)
         return model
 
     def split_batch(
@@ -61,7 +69,7 @@ class ContextAxis(Axis):
         context = context_parallel(
             mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=set(no_restore_buffers or ())
         )
-        return _with_checked_attention(context, tensors, dims)
+        return _with_checked_attention(context, tensors, dims, mesh.size())
 
 
 def _check_buffers(buffers: list[Tensor], dims: list[int], size: int) -> None:
@@ -104,9 +112,17 @@ class _ImportedAttention(TorchFunctionMode):
 
     calls = 0
 
+    def __init__(self, lengths: set[int]) -> None:
+        super().__init__()
+        self._lengths = lengths  # of the shards of sequences
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _SOFTMAX and args and args[0].ndim > 2:
+            *_, queries, keys = args[0].shape
+            if queries == keys and keys in self._lengths:
+                raise refuse_own_attention(f"softmax of scores of shape {list(args[0].shape)}")
         if func is torch_private.scaled_dot_product_attention:
             self.calls += 1
             if not any(isinstance(arg, DTensor) for arg in args):
@@ -116,17 +132,24 @@ class _ImportedAttention(TorchFunctionMode):
 
 @contextmanager
 def _with_checked_attention(
-    context: AbstractContextManager[Any], buffers: list[Tensor], dims: list[int]
+    context: AbstractContextManager[Any], buffers: list[Tensor], dims: list[int], size: int
 ) -> Iterator[None]:
-    attention = _ImportedAttention()
-    with checks_enabled(buffers, dims), context, torch_private.attention_replaced(attend), attention:
-        yield
-    if not attention.calls:
-        logger.warning_once(
-            f"Nothing inside {CALL} called torch's scaled_dot_product_attention: each rank attends to its "
-            "own shard of the sequences only. Choose attention by that function; for transformers' models "
-            "that is attn_implementation='sdpa'."
-        )
+    lengths = {buffer.shape[dim] // size for buffer, dim in zip(buffers, dims, strict=True)}
+    attention = _ImportedAttention(lengths)
+    with checks_enabled(buffers, dims) as sequences, context, torch_private.attention_replaced(attend):
+        with attention:
+            yield
+        if sequences.model is not None and not attention.calls:
+            raise ConfigurationError(
+                f"The forward of {sequences.model} inside {CALL} has not called torch's "
+                "scaled_dot_product_attention, so each rank would attend to its own shard of the sequences "
+                "only. Choose attention by that function, for transformers' models with "
+                "attn_implementation='sdpa', or set cp_size=1."
+            )
+
+
+def _record_forward(model: nn.Module, args: Any) -> None:
+    services.of_process(ShardedSequences).model = type(model).__name__
 
 
 def register_cpu_kernels() -> None:

@@ -36,6 +36,7 @@ class ShardedSequences:
     unsharded: Mapping[int, Tensor] = {}  # id of a buffer -> its copy from before it was sharded
     checked: dict[tuple[int, ...], Any]  # ids of checked tensors -> the tensors, which are kept alive
     layer: tuple[str, Any] | None = None  # name and config of the attention layer that is in its forward
+    model: str | None = None  # class of the model whose forward has run in this block
 
     def __init__(self) -> None:
         self.checked = {}
@@ -49,16 +50,16 @@ class AttentionWindow(NamedTuple):
 
 
 @contextmanager
-def checks_enabled(buffers: Iterable[Tensor], dims: Iterable[int]) -> Iterator[None]:
+def checks_enabled(buffers: Iterable[Tensor], dims: Iterable[int]) -> Iterator[ShardedSequences]:
     """Enables the checks of models inside the block, in which the buffers are sharded."""
     buffers = list(buffers)
     sequences = services.of_process(ShardedSequences)
     sequences.length = max(buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True))
     may_be_checked = [buffer for buffer in buffers if buffer.ndim > 3 or not buffer.is_floating_point()]
     sequences.unsharded = {id(buffer): buffer.clone() for buffer in may_be_checked}
-    sequences.checked, sequences.layer = {}, None
+    sequences.checked, sequences.layer, sequences.model = {}, None, None
     try:
-        yield
+        yield sequences
     finally:
         sequences.length, sequences.unsharded, sequences.checked = None, {}, {}
 
@@ -320,7 +321,15 @@ def causal_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[s
 
 def _caller() -> tuple[str, Any]:
     """Returns the name and the config of the layer that calls torch's function, as far as they are known."""
-    return services.of_process(ShardedSequences).layer or ("scaled_dot_product_attention", None)
+    sequences = services.of_process(ShardedSequences)
+    return sequences.layer or (sequences.model or "scaled_dot_product_attention", None)
+
+
+def refuse_own_attention(how: str) -> ConfigurationError:
+    """Returns the error for a layer that computes attention itself."""
+    problem = f"computes attention over the shard of this rank by the {how}"
+    fix = "Use scaled_dot_product_attention of torch, or set cp_size=1"
+    return _refuse(_caller()[0], problem, fix, "context parallelism replaces that function only")
 
 
 def _refuse_dropout(rate: float) -> ConfigurationError:
