@@ -8,7 +8,10 @@ import pickle
 import pytest
 import torch
 
+from accelerate import Accelerator
+from accelerate.base import ConfigurationError
 from accelerate.optimizer import AcceleratedOptimizer, move_to_device, patch_optimizer_step
+from accelerate.plugins import GradientAccumulationPlugin
 from accelerate.precision import ScaledPrecision
 from accelerate.state import AcceleratorState, GradientState
 
@@ -334,3 +337,23 @@ def test_owners_of_matrices_take_the_steps_that_are_not_skipped(scaled: bool) ->
         optimizer.step()
         optimizer.zero_grad()
     assert optimizer.matrix_owners.num_steps == optimizer.num_updates == 1
+
+
+def test_an_update_is_skipped_by_the_gradients_of_its_closure(states: None) -> None:
+    plugin = GradientAccumulationPlugin(num_steps=1, skip_nonfinite_updates=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = accelerator.prepare(torch.optim.SGD([parameter], lr=1.0))
+    for factor, expected, updates in ((float("inf"), 1.0, 0), (0.5, 0.5, 1)):
+
+        def closure(factor: float = factor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (factor * parameter).sum()
+            accelerator.backward(loss)
+            return loss
+
+        optimizer.step(closure)
+        assert (parameter.item(), optimizer.num_updates) == (expected, updates)
+    several = accelerator.prepare(torch.optim.LBFGS([parameter]))
+    with pytest.raises(ConfigurationError, match="skip_nonfinite_updates"):
+        several.step(closure)

@@ -66,6 +66,7 @@ class Windows:
             if window is not None:  # after an exception the loop over the window may still be open
                 window.close()
             reader.close()
+            accumulation.gradients.follow(None)
             if accumulation.weighting is None:
                 accumulation.gradients._set_sync_gradients(True)
 

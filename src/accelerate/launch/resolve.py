@@ -140,10 +140,17 @@ def _plan_processes(
     return settings, plan
 
 
+def _names_of_sizes(settings: Settings) -> list[str]:
+    return [name for name in settings.values if name.startswith(_SIZE[0]) and name.endswith(_SIZE[1])]
+
+
 def _enable_mesh(settings: Settings) -> Settings:
     """Enables the device mesh if the size of a dimension is set, which would have no effect without it."""
-    sizes = [name for name in settings.values if name.startswith(_SIZE[0]) and name.endswith(_SIZE[1])]
-    given = [name for name in sizes if settings.given(name) and settings.values[name] not in (None, 1)]
+    given = [
+        name
+        for name in _names_of_sizes(settings)
+        if settings.given(name) and settings.values[name] not in (None, 1)
+    ]
     if not given or settings[LaunchSection].use_parallelism_config:
         return settings
     return settings.replaced(settings.source(given[0]), use_parallelism_config=True)
@@ -344,7 +351,7 @@ def _layout(plan: LaunchPlan) -> str:
 
 def _mesh(plan: LaunchPlan, settings: Settings) -> list[str]:
     """Returns the dimensions of the mesh and the position of each rank."""
-    names = [name for name in settings.values if name.startswith(_SIZE[0]) and name.endswith(_SIZE[1])]
+    names = _names_of_sizes(settings)
     sizes = {name[len(_SIZE[0]) : -len(_SIZE[1])]: settings.values[name] or 1 for name in names}
     active = {name: size for name, size in sizes.items() if size > 1}
     if math.prod(active.values()) != plan.processes:

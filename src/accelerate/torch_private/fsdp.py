@@ -184,6 +184,9 @@ ACCUMULATED = "unsharded_accumulated_grad"
 Since torch 2.15 it is a property that returns the gradient of the gathered parameter.
 """
 
+_PARTIAL = "_partial_reduce_output"
+"""Attribute of groups of FSDP 2 with gradients that are reduced in a replica, and not over replicas."""
+
 
 def is_freed_after_forward(unit: Any) -> bool:
     """Returns whether a unit of FSDP 2 frees its gathered parameters after the forward."""
@@ -292,10 +295,6 @@ class TakenGradients:
         for _, owner, name in self._slots:
             if _gradient_in(owner, name) is not None:
                 setattr(owner, name, None)
-
-
-_PARTIAL = "_partial_reduce_output"
-"""Attribute of groups of FSDP 2 with gradients that are reduced in a replica, and not over replicas."""
 
 
 def _gradient_in(owner: Any, name: str) -> Any:
