@@ -55,8 +55,9 @@ PRELOADED = (
     "xxhash",
 )
 """What a training run imports, beside the modules of accelerate."""
-LIBRARIES: list[str] = []  # the modules that are imported before the first fork
-KEPT: list[types.ModuleType] = []
+KEPT: list[types.ModuleType] = []  # the modules of libraries that are imported before the first fork
+REMOVED: dict[str, types.ModuleType] = {}
+"""None for the name of each of them."""
 TICK = 0.01
 GRACE = 5.0
 STACK_SIGNAL = signal.SIGUSR1
@@ -200,6 +201,28 @@ def skip_static_destructors() -> None:
     libc.__cxa_atexit(libc.fflush, None, None)  # the last one registered is called first
 
 
+class LastObject:
+    """Ends the process when `sys` is cleared, which is after all other modules but `builtins`.
+
+    The interpreter would release interned strings and types next, and copy each page of the server that holds
+    them.
+    """
+
+    def __init__(self, code: int) -> None:
+        self._code, self._flush, self._exit = code, ctypes.CDLL(None).fflush, os._exit
+
+    def __del__(self) -> None:
+        self._flush(None)
+        self._exit(self._code)
+
+
+def end_with(code: object) -> SystemExit:
+    """Return the exception that ends this process with an exit code, or with a message and 1."""
+    if code is None or isinstance(code, int):
+        sys.last_object = LastObject(code or 0)  # type: ignore[attr-defined]
+    return SystemExit(code)
+
+
 def call(folder: Path, index: int) -> None:
     """Call the test's function and leave its return value, or the traceback, in the folder.
 
@@ -215,9 +238,9 @@ def call(folder: Path, index: int) -> None:
         value = pickle.dumps(target(*pickle.loads(arguments)))
     except BaseException as error:
         (folder / f"{index}.error").write_text(traceback.format_exc())
-        raise SystemExit(error.code if isinstance(error, SystemExit) else 1) from None
+        raise end_with(error.code if isinstance(error, SystemExit) else 1) from None
     (folder / f"{index}.result").write_bytes(value)
-    raise SystemExit(0)
+    raise end_with(0)
 
 
 def first_error(folder: Path, first: int) -> int:
@@ -261,7 +284,10 @@ def import_modules() -> None:
             importlib.import_module(module.name)
     for library in weakref.finalize._registry:  # type: ignore[attr-defined]
         library.atexit = False  # it would remove the operators of torch at the end of each rank
-    LIBRARIES.extend(sys.modules)
+    cleared = ("__", "accelerate.state", "builtins", "sys", "torch.distributed.distributed_c10d")
+    names = [name for name in sys.modules if not name.startswith(cleared)]
+    KEPT.extend(sys.modules[name] for name in names)
+    REMOVED.update(dict.fromkeys(names))  # type: ignore[arg-type]
 
 
 def keep_libraries() -> None:
@@ -270,11 +296,7 @@ def keep_libraries() -> None:
     The end of the interpreter replaces modules by None, too. It still clears that of the test, and those that
     hold states and process groups.
     """
-    cleared = ("__", "accelerate.state", "builtins", "sys", "torch.distributed.distributed_c10d")
-    for name in LIBRARIES:
-        if not name.startswith(cleared):
-            KEPT.append(sys.modules[name])
-            sys.modules[name] = None  # type: ignore[assignment]
+    sys.modules.update(REMOVED)
 
 
 def main() -> None:
