@@ -119,6 +119,7 @@ def test_the_page_works_without_scripts(browser: Any, write: Write) -> None:
 
 def test_the_pointer_shows_the_values_of_a_chart(browser: Any, write: Write) -> None:
     browser.open(write("run"))
+    browser.evaluate("document.querySelector('svg').scrollIntoView()")
     where = browser.evaluate(
         "(({left, right, top, bottom}) => [left + (right - left) * 384 / 400, (top + bottom) / 2])"
         "(document.querySelector('svg').getBoundingClientRect())"
