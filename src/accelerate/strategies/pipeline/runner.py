@@ -62,6 +62,8 @@ class Pipeline:
         device: Device of this rank.
 
     Attributes:
+        group: Process group of the ranks of the pipeline.
+        device: Device of this rank.
         stages: Module of each stage on this rank, by the index of the stage.
         model: The model in its stages.
         holders: Ranks of the pipeline that have each parameter and buffer, by its name.
@@ -73,7 +75,7 @@ class Pipeline:
     def __init__(
         self, model: nn.Module, config: PipelineConfig, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        self._config, self._group, self._device = config, group, device
+        self._config, self.group, self.device = config, group, device
         self._rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._ranks = stage_ranks(config, num_ranks)
         _check_model(model)
@@ -157,8 +159,8 @@ class Pipeline:
         self._reduces_gradients = reduces_gradients
         with torch.enable_grad():
             self._run(microbatches, finish, has_backward=True, shares_error=is_checked)
-        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
-        dist.broadcast(total, self._last_rank, group=self._group)
+        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+        dist.broadcast(total, self._last_rank, group=self.group)
         return total
 
     @cached_property
@@ -179,7 +181,7 @@ class Pipeline:
         largest = min(self._config.microbatches, num_samples)
         if not SCHEDULES[self._config.schedule].has_rounds:
             return largest
-        num_ranks = dist.get_world_size(self._group)
+        num_ranks = dist.get_world_size(self.group)
         fits = (n for n in range(largest, 0, -1) if n % max(1, n // num_ranks) == 0)
         return next(fits)
 
@@ -240,7 +242,7 @@ class Pipeline:
             if len(found) == len(parts):
                 weights = [weigh(i, found[i]) for i in range(len(parts))]
                 merged.append(merge_outputs([found[i] for i in range(len(parts))], sizes, weights))
-            return torch.zeros((), device=self._device)
+            return torch.zeros((), device=self.device)
 
         self._run(microbatches, finish, has_backward=False, shares_error=True)
         return self._sent_from_last(merged[0] if merged else None)
@@ -261,19 +263,19 @@ class Pipeline:
         """Returns the outputs of the last stage on all ranks of the pipeline."""
         pytree = torch_private.pytree
         specs = [specs_of(outputs)]
-        dist.broadcast_object_list(specs, self._last_rank, group=self._group, device=self._device)
+        dist.broadcast_object_list(specs, self._last_rank, group=self.group, device=self.device)
         is_last = dist.get_rank() == self._last_rank
-        values = outputs if is_last else to_zeros(specs[0], self._device)
+        values = outputs if is_last else to_zeros(specs[0], self.device)
         leaves, tree = flatten(values)
         leaves = [leaf.contiguous() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                dist.broadcast(leaf, self._last_rank, group=self._group)
+                dist.broadcast(leaf, self._last_rank, group=self.group)
         return pytree.tree_unflatten(leaves, tree)
 
     @property
     def _last_rank(self) -> int:
-        return dist.get_global_rank(self._group, self._ranks[-1])
+        return dist.get_global_rank(self.group, self._ranks[-1])
 
     # Schedules
 
@@ -317,7 +319,7 @@ class Pipeline:
         error, self._error = self._error, None
         is_own = isinstance(error, (ConfigurationError, PreparationError, StateError))
         texts = [str(error) if is_own else error and f"{type(error).__name__}: {error}"]
-        dist.broadcast_object_list(texts, self._last_rank, group=self._group, device=self._device)
+        dist.broadcast_object_list(texts, self._last_rank, group=self.group, device=self.device)
         if error is not None:
             raise error
         if texts[0]:
@@ -336,7 +338,7 @@ class Pipeline:
         return {"use_cache": False, **kwargs} if getattr(config, "use_cache", False) else kwargs
 
     def _trace(self, part: MicroBatch) -> Trace:
-        kind = self._device.type
+        kind = self.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         key = signature_of((part.args, part.kwargs, self.model.model.training, autocast))
         if key not in self._traces:
@@ -357,8 +359,8 @@ class Pipeline:
                 module,
                 index,
                 num_stages,
-                self._device,
-                self._group,
+                self.device,
+                self.group,
                 [specs[index - 1] if index else () for specs in boundaries],
                 [specs[index] if index < num_stages - 1 else loss for specs in boundaries],
                 lambda: self._reduces_gradients,
@@ -382,7 +384,7 @@ class Pipeline:
                 reason = error
         raise ConfigurationError(
             f"schedule={self._config.schedule!r} does not take {count} micro-batches on "
-            f"{dist.get_world_size(self._group)} ranks ({reason}). Change microbatches, or set "
+            f"{dist.get_world_size(self.group)} ranks ({reason}). Change microbatches, or set "
             "drop_last=True in the loader."
         ) from reason
 
@@ -398,7 +400,7 @@ class Pipeline:
             if not self._shares_error or stage < len(self._ranks) - 1:
                 raise
             self._error = self._error or error
-            return zero_loss(received).to(self._device)
+            return zero_loss(received).to(self.device)
 
 
 def _output(output: Tensor, target: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -31,6 +30,7 @@ from accelerate.checkpointing import (
 from accelerate.strategies.fsdp import distribute_like, named_parameters, whole_tensor
 from accelerate.strategies.matrix_states import local_states, owned_states
 from accelerate.strategies.pipeline.runner import Pipeline
+from accelerate.strategies.pipeline.weights import whole_weights
 from accelerate.strategies.state import Fill, StrategyState, WholeWeights
 
 Names = list[list[list[str]]]
@@ -47,16 +47,6 @@ class OptimizerNames(NamedTuple):
 
     groups: Names
     have_prefix: bool
-
-
-@dataclass(frozen=True)
-class RemoteTensor:
-    """Weight of one rank of a pipeline, as all its ranks know it."""
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    source: int  # global rank
 
 
 class Owner(NamedTuple):
@@ -99,33 +89,7 @@ class PipelineState(StrategyState):
         pipeline = self._pipeline(model)
         if pipeline is None:
             return self._inner(model).state_dict(keep_vars=True), whole_tensor
-        state = pipeline.model.model.state_dict(keep_vars=True)
-        own = {pipeline.aliases(name)[0]: value for name, value in state.items()}
-        rank, group = dist.get_rank(self._axis.group), self._axis.group
-        specs = {
-            name: (value.shape, value.dtype)
-            for name, value in own.items()
-            if rank == min(pipeline.holders_of(name))
-        }
-        gathered: list[Any] = [None] * self._axis.size
-        dist.all_gather_object(gathered, specs, group=group)
-        found = {
-            name: RemoteTensor(name, shape, dtype, dist.get_global_rank(group, index))
-            for index, part in enumerate(gathered)
-            for name, (shape, dtype) in part.items()
-        }
-
-        @torch.no_grad()
-        def send(weight: RemoteTensor) -> Tensor:
-            value = own.get(weight.name)
-            whole = None if value is None else whole_tensor(value)
-            if whole is None or dist.get_rank() != weight.source:
-                whole = torch.empty(weight.shape, dtype=weight.dtype, device=self.context.device)
-            whole = whole.detach().to(self.context.device).contiguous()
-            dist.broadcast(whole, weight.source, group=group)
-            return whole
-
-        return {name: found[pipeline.aliases(name)[0]] for name in pipeline.model.specs}, send
+        return whole_weights(pipeline)
 
     def _keep(self, whole: Tensor) -> Tensor:
         """Returns a whole tensor on the CPU of the first rank of each node, and an empty one on others."""
