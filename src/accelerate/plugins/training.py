@@ -347,6 +347,9 @@ class PipelineConfig:
         split: "auto", or the names of the modules with which the stages after the first begin.
         stages_per_rank: Number of stages on each rank. The default is 1 for "GPipe" and "1F1B", which take no
             other number, and 2 for other schedules.
+        verify: Whether the first batch is also computed without the pipeline, and an error is raised if the
+            loss, the gradients or the outputs differ. Each rank then needs memory for the whole model and two
+            micro-batches, on its device or otherwise on the CPU.
 
     Raises:
         ConfigurationError: The schedule is unknown, or a number does not fit it.
@@ -356,6 +359,7 @@ class PipelineConfig:
     microbatches: int = field(default_factory=lambda: _pipeline_section().parallelism_config_pp_microbatches)
     split: str | Sequence[str] = "auto"
     stages_per_rank: int | None = None
+    verify: bool = True
 
     def __post_init__(self) -> None:
         name = str(self.schedule).lower()

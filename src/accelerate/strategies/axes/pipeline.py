@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from accelerate.base import PreparationError, listed
 from accelerate.plugins import PipelineConfig
+from accelerate.precision import Precision
 from accelerate.strategies.axes.base import Axis
 from accelerate.strategies.fsdp import named_parameters
-from accelerate.strategies.pipeline import Pipeline
+from accelerate.strategies.pipeline import Pipeline, Verification
 
 AXIS = "pp"
 
@@ -40,10 +41,17 @@ class PipelineAxis(Axis):
         self.first_rank = int(row.min())
         self._columns = mesh.mesh.movedim(dim, 0).reshape(self.size, -1).T.tolist()
         self._config, self._device = config, device
+        self._verifications: dict[nn.Module, Verification] = {}
+
+    def keep_structure(self, model: nn.Module, precision: Precision) -> None:
+        """Copies the structure of a model that is not changed yet, with which its pipeline is compared."""
+        if self._config.verify:
+            self._verifications[model] = Verification(model, precision.autocast, precision.name)
 
     def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
         """Removes the layers of other ranks from a model."""
         pipeline = Pipeline(model, self._config, self.group, self._device)
+        pipeline.verification = self._verifications.pop(model, None)
         self.pipelines[model] = pipeline
         own = named_parameters(model)
         by_ranks: dict[tuple[int, ...], list[str]] = {}

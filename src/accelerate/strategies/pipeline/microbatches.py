@@ -136,12 +136,11 @@ def shares_of_labels(microbatches: Sequence[MicroBatch]) -> tuple[Shares, Shares
     Labels of -100 do not count. It is None for labels that are no classes.
     """
     labels: list[Any] = [each.kwargs.get("labels") for each in microbatches]
-    if not all(
-        isinstance(each, Tensor) and each.ndim > 1 and not each.is_floating_point() for each in labels
-    ):
+    if not all(isinstance(each, Tensor) and each.ndim and not each.is_floating_point() for each in labels):
         return None
+    later = [each[:, 1:] if each.ndim > 1 else each for each in labels]
     # The host waits once for the device.
-    counts = torch.stack([(each[:, start:] != -100).sum() for start in (0, 1) for each in labels]).tolist()
+    counts = torch.stack([(each != -100).sum() for each in (*labels, *later)]).tolist()
     return _shares(counts[: len(labels)]), _shares(counts[len(labels) :])
 
 
@@ -258,12 +257,17 @@ def check_loss(computed: Sequence[Computed], loss_fn: LossFunction, is_sum: bool
     is_low = any(torch.finfo(dtype).bits < 32 for dtype in dtypes)
     if not together.isfinite() or torch.allclose(together, apart, rtol=2e-2 if is_low else 1e-4, atol=1e-5):
         return
+    raise not_additive(2, together, apart, is_sum)
+
+
+def not_additive(count: int, together: Tensor, apart: Tensor, is_sum: bool) -> PreparationError:
+    """Returns the error for a loss of micro-batches together that is not the mean or sum of their losses."""
     kind = "sum" if is_sum else "mean"
-    raise PreparationError(
-        f"The loss of two micro-batches together is {together.item():.4g}, and the {kind} of their losses is "
-        f"{float(apart):.4g}, so the loss of a batch is not the {kind} over its samples. For a mean over "
-        "tokens return the sum and use accumulate(model, num_items=...). A loss over pairs of samples needs "
-        "the whole batch, so set microbatches=1."
+    return PreparationError(
+        f"The loss of {count} micro-batches together is {together.item():.4g}, and the {kind} of their "
+        f"losses is {apart.item():.4g}, so the loss of a batch is not the {kind} over its samples. For a "
+        "mean over tokens return the sum and use accumulate(model, num_items=...). A loss over pairs of "
+        "samples needs the whole batch, so set microbatches=1."
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 
 from accelerate import torch_private
-from accelerate.base import ConfigurationError, PreparationError, StateError, wrong_value
+from accelerate.base import ConfigurationError, PreparationError, StateError, listed, wrong_value
 from accelerate.plugins import SCHEDULES, PipelineConfig
 from accelerate.strategies.fsdp import named_parameters
 from accelerate.strategies.pipeline.microbatches import (
@@ -52,6 +52,25 @@ def stage_ranks(config: PipelineConfig, num_ranks: int) -> list[int]:
     return ranks * (config.stages_per_rank or 1)
 
 
+class Verification(Protocol):
+    """Comparison of a pipeline with the model that was not split."""
+
+    def check_training(
+        self, pipeline: Pipeline, batch: Any, loss_fn: LossFunction | None, *, is_sum: bool
+    ) -> bool:
+        """Raises an error if the pipeline computes another loss or other gradients for a batch.
+
+        Returns:
+            Whether they were compared.
+        """
+
+    def check_loss(self, pipeline: Pipeline, batch: Any, *, is_sum: bool) -> None:
+        """Raises an error if the loss that a model computes for a batch is not that of its micro-batches."""
+
+    def check_evaluation(self, pipeline: Pipeline, parts: Sequence[MicroBatch], whole: MicroBatch) -> None:
+        """Raises an error if the pipeline computes other outputs for a batch."""
+
+
 class Pipeline:
     """Pipeline of one model.
 
@@ -66,6 +85,7 @@ class Pipeline:
         device: Device of this rank.
         stages: Module of each stage on this rank, by the index of the stage.
         model: The model in its stages.
+        verification: Comparison with the model that was not split, before the first batches.
         holders: Ranks of the pipeline that have each parameter and buffer, by its name.
         shared: Names of parameters of this rank that other ranks have too, with the process group of these
             ranks.
@@ -89,14 +109,16 @@ class Pipeline:
         self.holders = {
             name: {self._ranks[stage] for stage in stages} for name, stages in self.model.holders.items()
         }
+        self.verification: Verification | None = None
         self.shared: list[tuple[list[str], Any]] = []
         self._summed: dict[nn.Parameter, Tensor | None] | None = None
         self._schedules: dict[bool, tuple[Any, Any]] = {}  # by whether it has a backward pass
         self._traces: dict[Any, Trace] = {}
         self._num_trained = 0  # batches
+        self._is_verified, self._has_evaluated = False, False
         self._skipped_labels: int | None = None
         self._reduces_gradients = True
-        self._error: Exception | None = None  # of the last stage
+        self._error: Exception | None = None  # of a stage of this rank
         self._shares_error = False
         # Of the batch that is computed now
         self._microbatches: list[MicroBatch] = []
@@ -127,20 +149,54 @@ class Pipeline:
         Returns:
             The loss of the batch without its scale, as a 0-d float32 tensor on all ranks of the pipeline.
         """
-        microbatches = split_into_microbatches(
-            self.model.model, batch, self._count, has_loss=loss_fn is not None, is_sum=is_sum
-        )
-        losses: list[Tensor] = []
-        first: list[Computed] = []
         self._num_trained += 1
         # The loss may cease to be a mean later, for example with the first ignored label.
         is_checked = self._num_trained & (self._num_trained - 1) == 0
+        if self.verification is not None and (is_checked or not self._is_verified):
+            if not self._is_verified:
+                self._is_verified = self.verification.check_training(self, batch, loss_fn, is_sum=is_sum)
+            elif loss_fn is None:
+                self.verification.check_loss(self, batch, is_sum=is_sum)
+        microbatches = split_into_microbatches(
+            self.model.model, batch, self.count, has_loss=loss_fn is not None, is_sum=is_sum
+        )
+        losses: list[Tensor] = []
+        finish = self.finisher(microbatches, loss_fn, scale, losses, is_sum=is_sum, is_checked=is_checked)
+        self._set_summed_aside()
+        self._reduces_gradients = reduces_gradients
+        with torch.enable_grad():
+            self.run(microbatches, finish, has_backward=True, shares_error=is_checked)
+        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+        dist.broadcast(total, self._last_rank, group=self.group)
+        return total
+
+    def finisher(
+        self,
+        microbatches: Sequence[MicroBatch],
+        loss_fn: LossFunction | None,
+        scale: Callable[[Tensor], Tensor],
+        losses: list[Tensor],
+        *,
+        is_sum: bool,
+        is_checked: bool = False,
+    ) -> Callable[[Any, int], Tensor]:
+        """Returns a function of the outputs and the index of a micro-batch that returns its scaled loss.
+
+        Args:
+            microbatches: The micro-batches.
+            loss_fn: As for `train`.
+            scale: As for `train`.
+            losses: List to which the function appends the part of the micro-batch in the loss of the batch.
+            is_sum: Whether losses are sums over items.
+            is_checked: Whether to check that the loss of two micro-batches is that of their samples.
+        """
+        first: list[Computed] = []
         weigh = self._weighing(microbatches)
 
         def finish(outputs: Any, index: int) -> Tensor:
             part = microbatches[index]
             loss = loss_of(outputs, part.target, loss_fn)
-            if not loss.requires_grad:
+            if not loss.requires_grad and torch.is_grad_enabled():
                 fix = "Compute it from outputs that are not detached, of layers that are trained"
                 raise wrong_value("loss", "a tensor without gradient", "no layer would be trained", fix)
             weight = part.weight
@@ -155,13 +211,7 @@ class Pipeline:
                     check_loss(first, loss_fn, is_sum)
             return scale(loss * weight)
 
-        self._set_summed_aside()
-        self._reduces_gradients = reduces_gradients
-        with torch.enable_grad():
-            self._run(microbatches, finish, has_backward=True, shares_error=is_checked)
-        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
-        dist.broadcast(total, self._last_rank, group=self.group)
-        return total
+        return finish
 
     @cached_property
     def order(self) -> dict[str, int]:
@@ -176,7 +226,7 @@ class Pipeline:
         """Returns the ranks of the pipeline that have a weight."""
         return self.holders.get(name, {0})
 
-    def _count(self, num_samples: int) -> int:
+    def count(self, num_samples: int) -> int:
         """Returns the number of micro-batches of a batch, the largest one that the schedule takes."""
         largest = min(self._config.microbatches, num_samples)
         if not SCHEDULES[self._config.schedule].has_rounds:
@@ -229,10 +279,14 @@ class Pipeline:
             return self._evaluate(args, kwargs)
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        parts, sizes = split_batch((args, kwargs), self._count)
+        parts, sizes = split_batch((args, kwargs), self.count)
         microbatches = [
             MicroBatch(part[0], part[1], None, size, size) for part, size in zip(parts, sizes, strict=True)
         ]
+        if self.verification is not None and not self._has_evaluated:
+            size = sum(sizes)
+            self.verification.check_evaluation(self, microbatches, MicroBatch(args, kwargs, None, size, size))
+        self._has_evaluated = True
         found: dict[int, Any] = {}
         merged: list[Any] = []
         weigh = self._weighing(microbatches)
@@ -244,7 +298,7 @@ class Pipeline:
                 merged.append(merge_outputs([found[i] for i in range(len(parts))], sizes, weights))
             return torch.zeros((), device=self.device)
 
-        self._run(microbatches, finish, has_backward=False, shares_error=True)
+        self.run(microbatches, finish, has_backward=False, shares_error=True)
         return self._sent_from_last(merged[0] if merged else None)
 
     def _weighing(self, microbatches: Sequence[MicroBatch]) -> Callable[[int, Any], float]:
@@ -279,7 +333,7 @@ class Pipeline:
 
     # Schedules
 
-    def _run(
+    def run(
         self,
         microbatches: list[MicroBatch],
         finish: Callable[[Any, int], Tensor],
@@ -287,8 +341,18 @@ class Pipeline:
         has_backward: bool,
         shares_error: bool,
     ) -> None:
+        """Computes micro-batches by the schedule.
+
+        Called on all ranks of the pipeline.
+
+        Args:
+            microbatches: The micro-batches.
+            finish: Returns the loss of the outputs and the index of a micro-batch, on the last stage.
+            has_backward: Whether gradients are computed.
+            shares_error: Whether an error of a stage is raised on all ranks.
+        """
         self._shares_error = shares_error
-        microbatches = [part._replace(kwargs=self._without_cache(part.kwargs)) for part in microbatches]
+        microbatches = [part._replace(kwargs=self.without_cache(part.kwargs)) for part in microbatches]
         with self.model.running():
             self._current_traces = [self._trace(part) for part in microbatches]
             self._microbatches, self._finish = microbatches, finish
@@ -315,17 +379,23 @@ class Pipeline:
             self._raise_shared()
 
     def _raise_shared(self) -> None:
-        """Raises the error of the last stage on all ranks of the pipeline."""
+        """Raises the error of a stage on all ranks of the pipeline."""
         error, self._error = self._error, None
         is_own = isinstance(error, (ConfigurationError, PreparationError, StateError))
-        texts = [str(error) if is_own else error and f"{type(error).__name__}: {error}"]
-        dist.broadcast_object_list(texts, self._last_rank, group=self.group, device=self.device)
+        text = str(error) if is_own else error and f"{type(error).__name__}: {error}"
+        texts: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(texts, text, group=self.group)
         if error is not None:
             raise error
-        if texts[0]:
-            raise PreparationError(f"Rank {self._last_rank}, with the last stage, raises: {texts[0]}")
+        for rank, text in enumerate(texts):
+            if text:
+                stages = [str(stage) for stage, owner in enumerate(self._ranks) if owner == rank]
+                raise PreparationError(
+                    f"Rank {dist.get_global_rank(self.group, rank)}, with stage {listed(stages)} of the "
+                    f"pipeline, raises: {text}"
+                )
 
-    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns keyword arguments that disable key-value caches, which are not sent between stages."""
         if kwargs.get("use_cache"):
             raise wrong_value(
@@ -336,6 +406,11 @@ class Pipeline:
             )
         config = getattr(self.model.model, "config", None)
         return {"use_cache": False, **kwargs} if getattr(config, "use_cache", False) else kwargs
+
+    def trace(self, microbatches: Sequence[MicroBatch]) -> list[Trace]:
+        """Returns the traces of micro-batches."""
+        with self.model.running():
+            return [self._trace(part) for part in microbatches]
 
     def _trace(self, part: MicroBatch) -> Trace:
         kind = self.device.type
@@ -397,10 +472,22 @@ class Pipeline:
             assert self._finish is not None
             return self._finish(outputs, index)
         except Exception as error:
-            if not self._shares_error or stage < len(self._ranks) - 1:
+            if not self._shares_error:
                 raise
             self._error = self._error or error
-            return zero_loss(received).to(self.device)
+            # The next stage gets what it waits for.
+            nothing = zero_loss(received).to(self.device)
+            if stage == len(self._ranks) - 1:
+                return nothing
+            return tuple(_zeros_from(spec, nothing, self.device) for spec in trace.boundaries[stage].specs)
+
+
+def _zeros_from(spec: TensorSpec, nothing: Tensor, device: torch.device) -> Tensor:
+    """Returns zeros that have a gradient if a tensor of that kind may have one."""
+    zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+    if not spec.dtype.is_floating_point or not torch.is_grad_enabled():
+        return zeros
+    return zeros + nothing if nothing.requires_grad else zeros.requires_grad_()
 
 
 def _output(output: Tensor, target: Tensor) -> Tensor:

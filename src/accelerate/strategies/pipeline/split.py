@@ -29,11 +29,11 @@ class Submodule:
     names: list[str]
     module: nn.Module
     stages: set[int] = field(default_factory=set)
+    has_parameters: bool = field(init=False)
+    """Whether the module has parameters, which only its stages keep."""
 
-    @property
-    def has_parameters(self) -> bool:
-        """True if the module has parameters, which only its stages keep."""
-        return next(self.module.parameters(), None) is not None
+    def __post_init__(self) -> None:
+        self.has_parameters = next(self.module.parameters(), None) is not None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,96 @@
+"""Random functions that return their mean, so that two computations of a model can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def _fill(value: Callable[[Mapping[str, Any]], Any]) -> Callable[[Tensor, Mapping[str, Any]], Any]:
+    """Returns a function that fills the output of an operator with a value of its arguments."""
+
+    def fill(output: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        mean = value(arguments)
+        return output.copy_(mean) if isinstance(mean, Tensor) else output.fill_(mean)
+
+    return fill
+
+
+def _probabilities(arguments: Mapping[str, Any]) -> Any:
+    """Returns the mean of Bernoulli variables, rounded for a tensor of probabilities."""
+    p = arguments.get("p", arguments["self"])
+    return p >= 0.5 if isinstance(p, Tensor) else p
+
+
+def _without_dropout(outputs: Any, arguments: Mapping[str, Any]) -> Any:
+    """Returns the input of a dropout and a mask that keeps all of it."""
+    values, mask = outputs
+    return values.copy_(arguments.get("input", arguments.get("self"))), mask.fill_(1)
+
+
+def _most_likely(output: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    return output.copy_(arguments["self"].topk(arguments["num_samples"]).indices)
+
+
+def _in_order(output: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    return output.copy_(torch.arange(arguments["n"]))
+
+
+_HALF, _ZERO = _fill(lambda arguments: 0.5), _fill(lambda arguments: 0.0)
+_LOW, _MEAN = _fill(lambda arguments: arguments.get("low", 0)), _fill(lambda arguments: arguments["mean"])
+_MEANS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
+    "rand": _HALF,
+    "rand_like": _HALF,
+    "uniform_": _fill(lambda arguments: (arguments["from"] + arguments["to"]) / 2),
+    "randn": _ZERO,
+    "randn_like": _ZERO,
+    "normal": _MEAN,
+    "normal_": _MEAN,
+    "exponential_": _fill(lambda arguments: 1.0 / arguments["lambd"]),
+    "randint": _LOW,
+    "randint_like": _LOW,
+    "randperm": _in_order,
+    "bernoulli": _fill(_probabilities),
+    "bernoulli_": _fill(_probabilities),
+    "native_dropout": _without_dropout,
+    "_fused_dropout": _without_dropout,
+    "multinomial": _most_likely,
+}
+"""Operators of ATen by name, and what replaces their output."""
+
+
+class MeanDraws(TorchDispatchMode):
+    """Context in which random operators return their mean, and dropout keeps all values.
+
+    Other random operators draw as after `torch.manual_seed(0)`. The generators of torch are restored at the
+    end if it is inside of `torch.random.fork_rng`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        parameters = func._schema.arguments
+        arguments = {each.name: each.default_value for each in parameters if each.has_default_value()}
+        arguments |= dict(zip((each.name for each in parameters), args, strict=False)) | kwargs
+        if "dropout_p" in arguments:
+            arguments["dropout_p"] = 0.0
+        if arguments.get("generator") is not None:  # that of the user keeps its state
+            arguments["generator"] = torch.Generator(arguments["generator"].device).manual_seed(0)
+        else:
+            torch.manual_seed(0)
+        outputs = func(
+            *(arguments[each.name] for each in parameters if not each.kwarg_only),
+            **{each.name: arguments[each.name] for each in parameters if each.kwarg_only},
+        )
+        replace = _MEANS.get(func.overloadpacket.__name__)
+        return outputs if replace is None else replace(outputs, arguments)

@@ -1,0 +1,606 @@
+"""Comparison of a pipeline with the model that was not split, on the first batch.
+
+The code of a model may hand over values in ways that no trace follows, such as attributes of layers, and its
+loss may be another one than the mean over samples. So the first batch is computed in two more ways:
+
+1. The model on one rank computes the micro-batches and the whole batch, which must have the same loss.
+2. The pipeline and the model on one rank compute the first micro-batches, which must have the same outputs of
+   layers, losses and gradients.
+
+Random functions return their mean meanwhile. The state of the model is restored.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from accelerate import torch_private
+from accelerate.base import ConfigurationError, PreparationError, StateError
+from accelerate.devices import of_device
+from accelerate.strategies.fsdp import fsdp2_canonicalize_names, named_parameters, whole_tensor
+from accelerate.strategies.pipeline.mean_draws import MeanDraws
+from accelerate.strategies.pipeline.microbatches import (
+    LossFunction,
+    MicroBatch,
+    loss_of,
+    not_additive,
+    restored_generators,
+    split_into_microbatches,
+)
+from accelerate.strategies.pipeline.runner import Pipeline
+from accelerate.strategies.pipeline.tracing import flatten, restored_attributes, tensors_in
+from accelerate.strategies.pipeline.weights import whole_weights
+
+SCALE = 2.0**7
+"""Factor of the losses of the pipeline, so that gradients in float16 do not vanish."""
+NUM_COMPARED = 2
+"""Number of micro-batches that the pipeline computes for the comparison."""
+HINT = "PipelineConfig(verify=False) trains without this comparison."
+Finisher = Callable[..., Callable[[Any, int], Tensor]]
+"""`Pipeline.finisher` with the loss function."""
+
+
+class Tolerance(NamedTuple):
+    """Largest difference of two tensors.
+
+    Attributes:
+        relative: Norm of the difference relative to that of the tensor.
+        absolute: Norm of the difference of two gradients relative to the largest norm of a gradient. Some
+            gradients are zero but for rounding.
+    """
+
+    relative: float
+    absolute: float
+
+
+TOLERANCES = {
+    "no": Tolerance(1e-3, 1e-5),
+    "fp16": Tolerance(3e-2, 3e-3),
+    "bf16": Tolerance(5e-2, 5e-3),
+    "fp8": Tolerance(0.3, 3e-2),
+}
+"""Tolerances by the mixed precision of the run."""
+
+
+class LayerCall(NamedTuple):
+    """Call of a layer with parameters in the forward of a micro-batch.
+
+    Attributes:
+        position: Number of such calls before it.
+        name: Name of the layer.
+        stage: Stage that computes it.
+    """
+
+    position: int
+    name: str
+    stage: int
+
+
+class LayerOutput(NamedTuple):
+    """Output of a layer in a forward.
+
+    Attributes:
+        name: Name of the layer.
+        tensors: Copies of the tensors in its output.
+    """
+
+    name: str
+    tensors: list[Tensor]
+
+
+class Computation(NamedTuple):
+    """Values of micro-batches, of which a rank of a pipeline has some.
+
+    Attributes:
+        layers: Output of each call of a layer by the index of the micro-batch and its position.
+        outputs: Tensors in the outputs of the model by the index of the micro-batch.
+        losses: Parts of the micro-batches in the loss of the batch.
+        gradients: Gradients by the name of the parameter.
+    """
+
+    layers: dict[tuple[int, int], LayerOutput]
+    outputs: dict[int, list[Tensor]]
+    losses: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+class Difference(NamedTuple):
+    """Difference between the pipeline and the model on one rank.
+
+    Attributes:
+        order: Position in the computation.
+        text: What the pipeline computes.
+    """
+
+    order: tuple[int, ...]
+    text: str
+
+
+class Verification:
+    """Comparison of a pipeline with the model that was not split.
+
+    Args:
+        model: The model before it is changed.
+        autocast: Returns the autocast context of the run.
+        precision: Mixed precision of the run by name.
+    """
+
+    def __init__(
+        self, model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]], precision: str
+    ) -> None:
+        self._structure, self._autocast = copy_structure(model), autocast
+        is_low = any(p.is_floating_point() and p.element_size() < 4 for p in model.parameters())
+        self._tolerance = TOLERANCES["bf16" if is_low and precision == "no" else precision]
+
+    def check_training(
+        self, pipeline: Pipeline, batch: Any, loss_fn: LossFunction | None, *, is_sum: bool
+    ) -> bool:
+        """Raises an error if a pipeline computes another loss or other gradients than the model on one rank.
+
+        Called on all ranks of the run.
+
+        Args:
+            pipeline: The pipeline.
+            batch: Batch of this rank. All ranks compare that of rank 0, so that gradients that are averaged
+                over ranks are those of one batch.
+            loss_fn: As for `Pipeline.train`.
+            is_sum: As for `Pipeline.train`.
+
+        Returns:
+            Whether they were compared. A loss on one rank that is not finite proves nothing.
+        """
+        batch = _batch_of_first_rank(pipeline, batch)
+        parts, whole = _split(pipeline, batch, has_loss=loss_fn is not None, is_sum=is_sum)
+        compared = parts[:NUM_COMPARED]
+        calls = _calls_of_layers(pipeline, compared)
+        finisher = partial(pipeline.finisher, loss_fn=loss_fn, is_sum=is_sum)
+        with self._reference(pipeline) as reference:
+            if len(parts) > 1:
+                self._check_parts(reference, parts, whole, finisher, loss_fn, is_sum)
+            with torch.enable_grad(), self._autocast(), MeanDraws():
+                expected = _compute(reference, pipeline, compared, finisher)
+            del reference
+        if not all(loss.isfinite() for loss in expected.losses):
+            return False
+        with torch.enable_grad():
+            found = _compute_in_pipeline(pipeline, calls, compared, finisher)
+        _raise_first(pipeline, self._differences(pipeline, expected, found), None)
+        return True
+
+    def check_loss(self, pipeline: Pipeline, batch: Any, *, is_sum: bool) -> None:
+        """Raises an error if the loss that a model computes for a batch is not that of its micro-batches.
+
+        Called on all ranks of the pipeline.
+
+        Args:
+            pipeline: The pipeline.
+            batch: Batch of this rank.
+            is_sum: As for `Pipeline.train`.
+        """
+        parts, whole = _split(pipeline, batch, has_loss=False, is_sum=is_sum)
+        if len(parts) > 1:
+            finisher = partial(pipeline.finisher, loss_fn=None, is_sum=is_sum)
+            with self._reference(pipeline) as reference:
+                self._check_parts(reference, parts, whole, finisher, None, is_sum)
+
+    def check_evaluation(self, pipeline: Pipeline, parts: Sequence[MicroBatch], whole: MicroBatch) -> None:
+        """Raises an error if a pipeline computes other outputs than the model on one rank.
+
+        Called on all ranks of the pipeline, without gradients.
+
+        Args:
+            pipeline: The pipeline.
+            parts: Micro-batches of a batch.
+            whole: The batch.
+        """
+        parts, (whole,) = (_without_caches(pipeline, each) for each in (parts, [whole]))
+        compared = parts[:NUM_COMPARED]
+        calls = _calls_of_layers(pipeline, compared)
+        with self._reference(pipeline) as reference:
+            if len(parts) > 1:
+                self._check_parts(reference, parts, whole)
+            with self._autocast(), MeanDraws():
+                expected = _compute(reference, pipeline, compared)
+            del reference
+        found = _compute_in_pipeline(pipeline, calls, compared)
+        _raise_first(pipeline, self._differences(pipeline, expected, found), pipeline.group)
+
+    @contextmanager
+    def _reference(self, pipeline: Pipeline) -> Iterator[nn.Module]:
+        """Yields the whole model with the weights, modes and settings that the pipeline has now.
+
+        Called on all ranks of the pipeline.
+        """
+        reference = copy_structure(self._structure)
+        device = _device_for(pipeline.device, reference)
+        targets = {
+            **dict(reference.named_parameters(remove_duplicate=False)),
+            **dict(reference.named_buffers(remove_duplicate=False)),
+        }
+        trained, filled = _trained_names(pipeline), set[int]()
+        weights, send = whole_weights(pipeline)
+        with torch.no_grad():
+            for name, weight in weights.items():
+                values, target = send(weight).to(device), targets.get(name)
+                if target is None or id(target) in filled:  # not a tensor, or a tied one
+                    continue
+                filled.add(id(target))
+                if target.is_meta:
+                    parameter = nn.Parameter(values.clone(), requires_grad=name in trained)
+                    torch.utils.swap_tensors(target, parameter)  # type: ignore[no-untyped-call]
+                else:
+                    target.copy_(values)
+        reference.to(device)
+        copy_settings(pipeline.model.model, reference)
+        with restored_generators(pipeline.device):
+            yield reference
+
+    def _check_parts(
+        self,
+        reference: nn.Module,
+        parts: Sequence[MicroBatch],
+        whole: MicroBatch,
+        finisher: Finisher | None = None,
+        loss_fn: LossFunction | None = None,
+        is_sum: bool = False,
+    ) -> None:
+        """Raises an error if the loss or the outputs of a batch are not those of its parts."""
+        used = [*reference.parameters(), *tensors_in((whole.args, whole.kwargs))]
+        is_exact = all(each.element_size() >= 4 for each in used if each.is_floating_point())
+        context = nullcontext() if is_exact else self._autocast()
+        tolerance = TOLERANCES["no"] if is_exact else self._tolerance
+        losses: list[Tensor] = []
+        with torch.no_grad(), context, MeanDraws(), _restored_state(reference), _fixed_statistics(reference):
+            found = [_call(reference, part) for part in parts]
+            outputs = _call(reference, whole)
+            if finisher is not None:
+                finish = finisher(parts, scale=lambda loss: loss, losses=losses)
+                for index, each in enumerate(found):
+                    finish(each, index)
+                together = loss_of(outputs, whole.target, loss_fn).float()
+        if losses and together.isfinite():
+            apart = torch.stack(losses).sum().to(together.device)
+            if not torch.allclose(together, apart, rtol=tolerance.relative / 10, atol=1e-5):
+                raise not_additive(len(parts), together, apart, is_sum)
+        sizes = [part.size for part in parts]
+        for leaf, *leaves in zip(*(flatten(each)[0] for each in (outputs, *found)), strict=False):
+            if not _is_per_sample(leaf, leaves, sizes):
+                continue
+            if difference := relative_difference(torch.cat(leaves), leaf, tolerance.relative):
+                raise PreparationError(
+                    f"{type(reference).__name__} computes other outputs for {sum(sizes)} samples together "
+                    f"than for parts of {sizes} samples (relative difference {difference:.1e}), so the "
+                    "samples of a batch depend on each other, and a pipeline computes micro-batches. Set "
+                    "microbatches=1 in PipelineConfig, or compute what depends on several samples in "
+                    f"loss_fn. {HINT}"
+                )
+
+    def _differences(
+        self, pipeline: Pipeline, expected: Computation, found: Computation
+    ) -> Iterator[Difference]:
+        """Yields the differences of this rank, those of layers first."""
+        relative = self._tolerance.relative
+        for (index, position), layer in found.layers.items():
+            other = expected.layers.get((index, position))
+            if other is None or other.name != layer.name:
+                name = "no layer" if other is None else other.name
+                text = f"calls {layer.name} where the model on one rank calls {name}"
+                yield Difference((0, position, index), text)
+                continue
+            for difference in _all_differences(layer.tensors, other.tensors, relative):
+                text = f"computes another output of {layer.name} (relative difference {difference:.1e})"
+                yield Difference((0, position, index), text)
+        if found.losses:
+            values, right = (torch.stack(each.losses).sum() for each in (found, expected))
+            if relative_difference(values, right, relative):
+                text = f"computes {values.item():.6g} as a loss that is {right.item():.6g} on one rank"
+                yield Difference((1,), text)
+        for index, outputs in found.outputs.items():
+            for difference in _all_differences(outputs, expected.outputs[index], relative):
+                yield Difference((1,), f"returns other outputs (relative difference {difference:.1e})")
+        norms = [float(gradient.float().norm()) for gradient in expected.gradients.values()]
+        zero = self._tolerance.absolute * max(norms, default=0.0)
+        for number, name in enumerate(named_parameters(pipeline.model.model)):
+            values, right = (each.gradients.get(name, torch.zeros(())) for each in (found, expected))
+            if difference := relative_difference(values, right, relative, zero):
+                text = f"computes another gradient of {name} (relative difference {difference:.1e})"
+                yield Difference((2, number), text)
+
+
+def copy_structure(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model whose parameters are on the meta device.
+
+    Attributes that cannot be copied, such as locks, are those of the model.
+    """
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(
+            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+        )
+        for parameter in model.parameters()
+    }
+    try:
+        return copy.deepcopy(model, dict(memo))
+    except Exception:
+        memo.update({id(value): value for value in _fixed_attributes(model)})
+        return copy.deepcopy(model, memo)
+
+
+def _fixed_attributes(model: nn.Module) -> Iterator[Any]:
+    """Yields the attributes of modules that cannot be copied."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            try:
+                copy.deepcopy(value, {id(each): each for each in model.modules()})
+            except Exception:
+                yield value
+
+
+def copy_settings(model: nn.Module, reference: nn.Module) -> None:
+    """Gives a copy of a model the modes, plain attributes and configuration that the model has now."""
+    modules = dict(reference.named_modules(remove_duplicate=False))
+    for name, module in fsdp2_canonicalize_names(dict(model.named_modules(remove_duplicate=False))).items():
+        attributes: Any = vars(modules[name]) if name in modules else {}
+        for key, value in vars(module).items():
+            is_plain = value is None or isinstance(value, (bool, int, float, str))
+            if key in attributes and (is_plain or key == "config"):
+                attributes[key] = value
+
+
+def relative_difference(values: Tensor, right: Tensor, tolerance: float, zero: float = 0.0) -> float:
+    """Returns the norm of the difference of two tensors relative to that of the second one.
+
+    Args:
+        values: A tensor.
+        right: Tensor of that shape, or of another one if only local parts are known.
+        tolerance: Largest difference that counts as 0.
+        zero: Norm of a difference that counts as 0.
+
+    Returns:
+        The difference, infinity if other entries are finite, or 0 for tensors that are not floating-point.
+    """
+    values, right = (torch.view_as_real(each) if each.is_complex() else each for each in (values, right))
+    if not right.is_floating_point() or (values.ndim and right.ndim and values.shape != right.shape):
+        return 0.0
+    values, right = (each.detach().to("cpu", torch.float64) for each in (values, right))
+    if not (values - right).isfinite().all() and not values.isfinite().equal(right.isfinite()):
+        return float("inf")
+    difference, norm = (float(each.nan_to_num(0.0, 0.0, 0.0).norm()) for each in (values - right, right))
+    if difference <= tolerance * norm + zero + 1e-12:
+        return 0.0
+    return difference / norm if norm else float("inf")
+
+
+def _all_differences(values: Iterable[Tensor], right: Iterable[Tensor], tolerance: float) -> Iterator[float]:
+    """Yields the relative differences of tensors that are not equal."""
+    for pair in zip(values, right, strict=False):
+        if difference := relative_difference(*pair, tolerance):
+            yield difference
+
+
+def _is_per_sample(leaf: Any, leaves: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Returns whether values of a batch and of its parts are tensors with one entry for each sample."""
+    if not all(
+        isinstance(each, Tensor) and each.ndim and each.is_floating_point() for each in (leaf, *leaves)
+    ):
+        return False
+    shapes = [each.shape[1:] for each in leaves]
+    return [len(leaf), *map(len, leaves)] == [sum(sizes), *sizes] and set(shapes) == {leaf.shape[1:]}
+
+
+@contextmanager
+def _restored_state(model: nn.Module) -> Iterator[None]:
+    """Restores attributes and buffers of a model at its end."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with restored_attributes(model):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, values in buffers:
+                    buffer.copy_(values)
+
+
+@contextmanager
+def _fixed_statistics(model: nn.Module) -> Iterator[None]:
+    """Lets batch normalization use its running statistics.
+
+    In a pipeline it uses those of micro-batches, as it does with gradient accumulation.
+    """
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
+    for layer in layers:
+        layer.eval()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.train()
+
+
+def _split(
+    pipeline: Pipeline, batch: Any, *, has_loss: bool, is_sum: bool
+) -> tuple[list[MicroBatch], MicroBatch]:
+    """Returns the micro-batches of a batch, and the batch as one."""
+    split = partial(split_into_microbatches, pipeline.model.model, batch, has_loss=has_loss, is_sum=is_sum)
+    parts, (whole,) = (
+        _without_caches(pipeline, split(count)) for count in (pipeline.count, lambda num_samples: 1)
+    )
+    return parts, whole
+
+
+def _without_caches(pipeline: Pipeline, parts: Sequence[MicroBatch]) -> list[MicroBatch]:
+    return [part._replace(kwargs=pipeline.without_cache(part.kwargs)) for part in parts]
+
+
+def _batch_of_first_rank(pipeline: Pipeline, batch: Any) -> Any:
+    """Returns the batch of rank 0 of the run."""
+    if dist.get_world_size() == dist.get_world_size(pipeline.group):
+        return batch
+    tree_map = torch_private.pytree.tree_map_only
+    sent = [tree_map(Tensor, lambda tensor: tensor.detach().cpu(), batch) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(sent, 0, device=pipeline.device)
+    return tree_map(Tensor, lambda tensor: tensor.to(pipeline.device), sent[0])
+
+
+def _device_for(device: torch.device, model: nn.Module) -> torch.device:
+    """Returns the device if it has memory for weights, gradients and activations, and otherwise the CPU."""
+    backend = of_device(device)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    fits = backend.is_host or backend.free_memory(device.index or 0) > 3 * size
+    return device if fits else torch.device("cpu")
+
+
+def _trained_names(pipeline: Pipeline) -> set[str]:
+    """Returns the names of the parameters that are trained on some rank of the pipeline."""
+    own = [name for name, p in named_parameters(pipeline.model.model).items() if p.requires_grad]
+    gathered: list[Any] = [None] * dist.get_world_size(pipeline.group)
+    dist.all_gather_object(gathered, own, group=pipeline.group)
+    return {name for names in gathered for name in names}
+
+
+def _calls_of_layers(pipeline: Pipeline, parts: Sequence[MicroBatch]) -> list[list[LayerCall]]:
+    """Returns the calls of layers with parameters in the forward of each micro-batch."""
+    traced = [
+        [call for call in trace.calls if call.submodule.has_parameters] for trace in pipeline.trace(parts)
+    ]
+    return [
+        [LayerCall(position, call.submodule.names[0], call.stage) for position, call in enumerate(calls)]
+        for calls in traced
+    ]
+
+
+def _copies(values: Any) -> list[Tensor]:
+    """Returns copies of the tensors in nested values, whole ones of DTensors."""
+    return [whole_tensor(tensor).clone() for tensor in tensors_in(values)]
+
+
+def _call(model: nn.Module, part: MicroBatch) -> Any:
+    """Returns the outputs of a model on its device."""
+    device = next(model.parameters()).device
+    args, kwargs = torch_private.pytree.tree_map_only(
+        Tensor, lambda tensor: tensor.to(device), (part.args, part.kwargs)
+    )
+    return model(*args, **kwargs)
+
+
+def _compute(
+    reference: nn.Module, pipeline: Pipeline, parts: Sequence[MicroBatch], finisher: Finisher | None = None
+) -> Computation:
+    """Returns what the model on one rank computes."""
+    result = Computation({}, {}, [], {})
+    finish = finisher and finisher(parts, scale=lambda loss: loss, losses=result.losses, is_checked=True)
+    outputs_of_forward: list[LayerOutput] = []
+
+    def record(name: str, module: nn.Module, args: Any, outputs: Any) -> None:
+        outputs_of_forward.append(LayerOutput(name, _copies(outputs)))
+
+    for submodule in pipeline.model.split.submodules:
+        if submodule.has_parameters:
+            name = submodule.names[0]
+            reference.get_submodule(name).register_forward_hook(partial(record, name))
+    for index, part in enumerate(parts):
+        outputs_of_forward.clear()  # of a recomputation in the last backward pass
+        outputs = _call(reference, part)
+        result.layers.update({(index, i): layer for i, layer in enumerate(outputs_of_forward)})
+        if finish is None:
+            result.outputs[index] = _copies(outputs)
+        else:
+            torch.autograd.backward(finish(outputs, index))
+    for name, parameter in reference.named_parameters(remove_duplicate=False):
+        if parameter.grad is not None:
+            result.gradients[name] = parameter.grad
+    return result
+
+
+def _compute_in_pipeline(
+    pipeline: Pipeline,
+    calls: Sequence[Sequence[LayerCall]],
+    parts: list[MicroBatch],
+    finisher: Finisher | None = None,
+) -> Computation:
+    """Returns what the stages of this rank compute.
+
+    Called on all ranks of the pipeline, and of the meshes that shard its stages.
+    """
+    model, result = pipeline.model.model, Computation({}, {}, [], {})
+    finish = finisher and finisher(parts, scale=lambda loss: loss * SCALE, losses=result.losses)
+    waiting: list[tuple[int, LayerCall]] = []  # calls of the current forward
+
+    def record(module: nn.Module, args: Any, outputs: Any) -> None:
+        if waiting:
+            index, call = waiting.pop(0)
+            result.layers[index, call.position] = LayerOutput(call.name, _copies(outputs))
+
+    def compute(stage: int, original: Callable[..., Any], received: Any, index: int) -> Any:
+        waiting[:] = [(index, call) for call in calls[index] if call.stage == stage]
+        try:
+            return original(received, index)
+        finally:
+            waiting.clear()
+
+    def end(outputs: Any, index: int) -> Tensor:
+        if finish is not None:
+            return finish(outputs, index)
+        result.outputs[index] = _copies(outputs)
+        return torch.zeros((), device=pipeline.device)
+
+    names = {call.name for part in calls for call in part if call.stage in pipeline.stages}
+    hooks = [model.get_submodule(name).register_forward_hook(record) for name in names]
+    originals = [(stage, module, module.compute) for stage, module in pipeline.stages.items()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        for stage, module, original in originals:
+            assert original is not None
+            module.compute = partial(compute, stage, original)
+        with _restored_state(model), restored_generators(pipeline.device), MeanDraws():
+            pipeline.run(parts, end, has_backward=finish is not None, shares_error=True)
+            if finish is not None:
+                pipeline.sum_shared_gradients()
+    except (ConfigurationError, PreparationError, StateError):
+        raise
+    except Exception as error:
+        raise _not_equal(pipeline, f"raises {type(error).__name__} ({error})") from error
+    else:
+        for name, parameter in named_parameters(model).items():
+            if parameter.grad is not None:
+                result.gradients[name] = whole_tensor(parameter.grad) / SCALE
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for _, module, original in originals:
+            module.compute = original
+        for hook in hooks:
+            hook.remove()
+    return result
+
+
+def _raise_first(pipeline: Pipeline, differences: Iterable[Difference], group: Any) -> None:
+    """Raises an error for the first difference of all ranks of a group."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, min(differences, default=None), group=group)
+    found = [difference for difference in gathered if difference is not None]
+    if found:
+        raise _not_equal(pipeline, min(found).text)
+
+
+def _not_equal(pipeline: Pipeline, text: str) -> PreparationError:
+    """Returns the error for a pipeline that does not compute what the model on one rank does."""
+    return PreparationError(
+        f"{type(pipeline.model.model).__name__} cannot be split into {pipeline.model.num_stages} stages: the "
+        f"pipeline {text}. Layers of other stages compute nothing on a rank, so what a layer hands over in "
+        "an attribute, a buffer, an argument that it changes, a hook or another object does not reach later "
+        "stages. Return it from the layer, or begin the stages elsewhere with "
+        f"PipelineConfig(split=[...]). {HINT}"
+    )

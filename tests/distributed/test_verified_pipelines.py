@@ -1,0 +1,343 @@
+"""A pipeline computes what the model on one rank does, or the first batch raises one error on all ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.base import PreparationError, is_torch_version
+from accelerate.utils import PipelineConfig
+
+pytestmark = pytest.mark.skipif(is_torch_version("<", "2.13"), reason="pipelines need torch 2.13")
+Run = Callable[..., list[Any]]
+TOTALS = {"sum": torch.zeros(())}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = hidden + torch.tanh(self.linear(hidden))
+        return result
+
+
+class Net(nn.Module):
+    """Calls four layers, one after the other."""
+
+    layer: Callable[[], nn.Module] = Layer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(type(self).layer() for _ in range(4))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+# Values that layers hand over outside of their outputs, one for each sample.
+
+
+class Penalized(Layer):
+    penalty: Any = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.penalty = 0.0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.penalty = hidden.mean(1, keepdim=True)
+        return super().forward(hidden)
+
+
+class Attribute(Net):
+    layer = Penalized
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = super().forward(hidden)
+        return hidden + sum(layer.penalty for layer in self.layers)
+
+
+class Appending(Layer):
+    def forward(self, hidden: Tensor, outputs: Any = None) -> Tensor:
+        hidden = super().forward(hidden)
+        outputs.append(hidden)
+        return hidden
+
+
+class ListArgument(Net):
+    layer = Appending
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        outputs: list[Tensor] = []
+        for layer in self.layers:
+            hidden = layer(hidden, outputs)
+        return hidden + sum(outputs)
+
+
+class Writing(Layer):
+    def forward(self, hidden: Tensor, total: Any = None) -> Tensor:
+        hidden = super().forward(hidden)
+        total[:, :2].copy_(hidden[:, 2:])
+        return hidden
+
+
+class TensorArgument(Net):
+    layer = Writing
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        total = torch.zeros_like(hidden)
+        for layer in self.layers[:2]:
+            hidden = layer(hidden, total)
+        for layer in self.layers[2:]:
+            hidden = layer(hidden, torch.zeros_like(hidden))
+        return hidden + total
+
+
+class InPlace(Net):
+    def forward(self, hidden: Tensor) -> Tensor:
+        outputs = hidden.new_zeros(4, *hidden.shape)
+        for number, layer in enumerate(self.layers):
+            outputs[number] = hidden = layer(hidden)
+        return outputs.mean(0)
+
+
+class Hooked(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: list[Tensor] = []
+        for layer in self.layers:
+            layer.register_forward_hook(self.collect)
+
+    def collect(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.features.append(output)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.features.clear()
+        return super().forward(hidden) + sum(self.features)
+
+
+class Buffered(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.kept = self.linear.bias.detach().sum()
+        return super().forward(hidden)
+
+
+class Buffer(Net):
+    layer = Buffered
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * sum(layer.kept for layer in self.layers)
+
+
+class Counting(Layer):
+    def forward(self, hidden: Tensor) -> Tensor:
+        TOTALS["sum"] = TOTALS["sum"] + hidden.sum(1, keepdim=True)
+        return super().forward(hidden)
+
+
+class Global(Net):
+    layer = Counting
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        TOTALS["sum"] = torch.zeros(())
+        return super().forward(hidden) + TOTALS["sum"]
+
+
+class Centered(Net):
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = super().forward(hidden)
+        return hidden - hidden.mean(0)
+
+
+class Counted(Net):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * len(hidden)
+
+
+class OnlyInEvaluation(Hooked):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return Net.forward(self, hidden) if self.training else super().forward(hidden)
+
+
+WRONG = [Attribute, ListArgument, TensorArgument, InPlace, Hooked, Buffer, Global, Centered, Counted]
+
+
+class RandomDepth(Net):
+    """Draws in layers and between them, and counts batches in a buffer and an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop, self.calls = nn.BatchNorm1d(4), nn.Dropout(0.5), 0
+        self.lock = iter(())  # cannot be copied
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        for layer in self.layers:
+            hidden = self.drop(layer(hidden)) + 0.1 * torch.rand_like(hidden)
+        return F.dropout(self.norm(hidden), 0.2, self.training)
+
+
+def make_accelerator(layout: str = "", verify: bool = True, **options: Any) -> Accelerator:
+    sizes: dict[str, Any] = {"": {}, "ddp": {"dp_replicate_size": 2}, "fsdp": {"dp_shard_size": 2}}[layout]
+    config = PipelineConfig(microbatches=4, verify=verify)
+    if layout == "fsdp":
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
+    mesh = ParallelismConfig(pp_size=2, pp_handler=config, **sizes)
+    return Accelerator(cpu=True, parallelism_config=mesh, **options)
+
+
+def error_of(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except PreparationError as error:
+        return str(error)
+    return ""
+
+
+def train_wrong_models() -> dict[str, str]:
+    accelerator, batch = make_accelerator(), (torch.randn(8, 4), torch.randn(8, 4))
+    found = {}
+    for kind in WRONG:
+        torch.manual_seed(0)
+        model = accelerator.prepare(kind())
+        found[kind.__name__] = error_of(
+            lambda model=model: accelerator.forward_backward(model, batch, F.mse_loss)
+        )
+    model = accelerator.prepare(OnlyInEvaluation())
+    accelerator.forward_backward(model, batch, F.mse_loss)
+    model.eval()
+    found["OnlyInEvaluation"] = error_of(lambda: model(batch[0]))
+    return found
+
+
+def test_models_whose_layers_depend_on_more_than_their_arguments_are_refused(run: Run) -> None:
+    first, second = run(train_wrong_models)
+    assert first.keys() == {*(kind.__name__ for kind in WRONG), "OnlyInEvaluation"}
+    assert [
+        name for name, text in first.items() if "microbatches=1" not in text and "split" not in text
+    ] == []
+    assert second.keys() == first.keys()
+    assert all(second.values())
+
+
+def train_without_comparison() -> float:
+    accelerator = make_accelerator(verify=False)
+    torch.manual_seed(0)
+    alone = Attribute()
+    model = accelerator.prepare(copy.deepcopy(alone))
+    inputs, targets = torch.randn(8, 4), torch.randn(8, 4)
+    loss = accelerator.forward_backward(model, (inputs, targets), F.mse_loss)
+    return float(loss - F.mse_loss(alone(inputs), targets).detach())
+
+
+def test_the_comparison_can_be_left_out(run: Run) -> None:
+    assert all(abs(difference) > 0.01 for difference in run(train_without_comparison))
+
+
+def compare_states(layout: str, precision: str) -> list[list[Tensor]]:
+    """Returns weights and buffers after a step, with the comparison and without it."""
+    states = []
+    for verify in (True, False):
+        accelerator = make_accelerator(layout, verify, mixed_precision=precision)
+        torch.manual_seed(0)
+        net = RandomDepth()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        generator = torch.Generator().manual_seed(accelerator.process_index % 2 if layout else 0)
+        batch = (torch.randn(8, 4, generator=generator), torch.randn(8, 4, generator=generator))
+        accelerator.forward_backward(model, batch, F.mse_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        states.append(
+            [*accelerator.get_state_dict(model).values(), torch.get_rng_state(), torch.tensor(net.calls)]
+        )
+        accelerator.free_memory()
+        Accelerator._reset_state(True) if hasattr(Accelerator, "_reset_state") else None
+    return states
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        ("", "no"),
+        pytest.param("", "bf16", marks=pytest.mark.slow),
+        pytest.param("ddp", "no", marks=pytest.mark.slow),
+        ("fsdp", "no"),
+    ],
+)
+def test_the_comparison_changes_no_state(run: Run, layout: str, precision: str) -> None:
+    for compared, other in run(compare_states, layout, precision, processes=4 if layout else 2):
+        for values, expected in zip(compared, other, strict=True):
+            torch.testing.assert_close(values, expected, rtol=0, atol=0)
+
+
+def classify() -> list[float]:
+    """Returns the differences of losses and gradients where labels are missing in micro-batches."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    accelerator = make_accelerator()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    alone = BertForSequenceClassification(BertConfig(vocab_size=10, num_labels=3, **sizes)).eval()
+    model = accelerator.prepare(copy.deepcopy(alone))
+    differences = []
+    for labels in ([0, 1, 2, 0, 1, 2, 0, 1], [0, -100, 2, 0, -100, -100, 0, 1]):
+        batch = {"input_ids": torch.randint(10, (8, 5)), "labels": torch.tensor(labels)}
+        alone.zero_grad()
+        model.zero_grad()
+        expected = alone(**batch).loss
+        expected.backward()
+        loss = accelerator.forward_backward(model, batch)
+        differences.append(abs(float(loss - expected.detach())))
+        differences += [
+            float((parameter.grad - alone.get_parameter(name).grad).abs().max())
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        ]
+    return differences
+
+
+def test_labels_that_a_classifier_ignores_do_not_count(run: Run) -> None:
+    for differences in run(classify):
+        assert max(differences) < 1e-5
+
+
+class MaskedMean(Net):
+    """Computes its loss as the mean over the entries of a mask."""
+
+    def forward(self, hidden: Tensor, mask: Any = None) -> Any:
+        errors = super().forward(hidden).square().mean(1)
+        return {"loss": (errors * mask).sum() / mask.sum()}
+
+
+def train_with_masks() -> list[str]:
+    accelerator = make_accelerator()
+    torch.manual_seed(0)
+    texts = []
+    full, short = torch.ones(8), torch.tensor([1.0, 1, 1, 1, 1, 0, 0, 1])
+    for masks in ([short], [full, full, full, short]):
+        model = accelerator.prepare(MaskedMean())
+        for mask in masks[:-1]:
+            accelerator.forward_backward(model, {"hidden": torch.randn(8, 4), "mask": mask})
+        batch = {"hidden": torch.randn(8, 4), "mask": masks[-1]}
+        texts.append(error_of(lambda model=model, batch=batch: accelerator.forward_backward(model, batch)))
+    return texts
+
+
+def test_a_loss_of_the_model_that_is_no_mean_over_samples_is_refused_whenever_it_is_checked(run: Run) -> None:
+    for texts in run(train_with_masks):
+        assert all("microbatches=1" in text for text in texts)
