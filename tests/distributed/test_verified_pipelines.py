@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
@@ -341,3 +344,20 @@ def train_with_masks() -> list[str]:
 def test_a_loss_of_the_model_that_is_no_mean_over_samples_is_refused_whenever_it_is_checked(run: Run) -> None:
     for texts in run(train_with_masks):
         assert all("microbatches=1" in text for text in texts)
+
+
+def refuse_models_at_prepare() -> list[str]:
+    accelerator = make_accelerator()
+    compiled, whole = Net(), torch.compile(Net(), backend="eager")
+    compiled.layers[1].compile(backend="eager")
+    sharded = Net()
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(sharded, mesh, {"layers.*.linear": ColwiseParallel(output_layouts=Replicate())})
+    return [error_of(lambda model=model: accelerator.prepare(model)) for model in (compiled, whole, sharded)]
+
+
+def test_models_that_are_compiled_or_sharded_are_refused_at_prepare(run: Run) -> None:
+    for compiled, whole, sharded in run(refuse_models_at_prepare):
+        assert "layers.1 of Net are compiled" in compiled
+        assert "are compiled" in whole
+        assert "sharded before `prepare`" in sharded

@@ -161,6 +161,8 @@ class Strategy:
         for model in new_models:
             self.check_model(model)
             self.axes.expert.check_model(model)
+            if self.axes.pipeline is not None:
+                self.axes.pipeline.check_model(model)
         for optimizer in new_optimizers:
             self.check_optimizer(optimizer)
         if not new_optimizers:
@@ -239,7 +241,7 @@ class Strategy:
         known = {id(model) for model in self.session.prepared.models}
         with self.session.following([*self.session.prepared.optimizers, *bundle.optimizers]):
             for model in bundle.new(Kind.MODEL):
-                if self._is_split(model):
+                if self.axes.pipeline is not None and self.axes.pipeline.splits(model):
                     self.axes.pipeline.keep_structure(model, self.precision)
                 self.shard_experts(model)
                 self._split_into_stages(model)
@@ -259,17 +261,13 @@ class Strategy:
         for optimizer in dict.fromkeys([*prepared.optimizers, *bundle.optimizers]):
             state.gather_names(optimizer, models)
 
-    def _is_split(self, model: nn.Module) -> bool:
-        """Returns whether `prepare` splits a model into stages, as it does if the run trains the model."""
-        return self.axes.pipeline is not None and any(p.requires_grad for p in model.parameters())
-
     def _split_into_stages(self, model: nn.Module) -> None:
         """Removes the layers of other ranks from a model, if the run has a pipeline and trains the model.
 
         Called on all ranks.
         """
         pipeline = self.axes.pipeline
-        if pipeline is None or not self._is_split(model):
+        if pipeline is None or not pipeline.splits(model):
             return
         before = dict(model.named_parameters())
         self.axes.tensor.transform_model(model)

@@ -17,7 +17,7 @@ from accelerate.plugins import PipelineConfig
 from accelerate.precision import Precision
 from accelerate.strategies.axes.base import Axis
 from accelerate.strategies.fsdp import named_parameters
-from accelerate.strategies.pipeline import Pipeline, Verification
+from accelerate.strategies.pipeline import Pipeline, Verification, check_model
 
 AXIS = "pp"
 
@@ -42,6 +42,15 @@ class PipelineAxis(Axis):
         self._columns = mesh.mesh.movedim(dim, 0).reshape(self.size, -1).T.tolist()
         self._config, self._device = config, device
         self._verifications: dict[nn.Module, Verification] = {}
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises an error for a trained model that cannot be split."""
+        if self.splits(model):
+            check_model(model)
+
+    def splits(self, model: nn.Module) -> bool:
+        """Returns whether a model is split into stages, as it is if the run trains it."""
+        return any(parameter.requires_grad for parameter in model.parameters())
 
     def keep_structure(self, model: nn.Module, precision: Precision) -> None:
         """Copies the structure of a model that is not changed yet, with which its pipeline is compared."""

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import schedules
 
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, PreparationError, StateError, listed, wrong_value
+from accelerate.ops import is_dtensor
 from accelerate.plugins import SCHEDULES, PipelineConfig
 from accelerate.strategies.fsdp import named_parameters
 from accelerate.strategies.pipeline.microbatches import (
@@ -98,7 +99,6 @@ class Pipeline:
         self._config, self.group, self.device = config, group, device
         self._rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._ranks = stage_ranks(config, num_ranks)
-        _check_model(model)
         self.parameter_names = set(named_parameters(model))
         split = split_model(model, len(self._ranks), config.split)
         own = [stage for stage, rank in enumerate(self._ranks) if rank == self._rank]
@@ -501,12 +501,24 @@ def _detached(values: Any) -> Any:
     return torch_private.pytree.tree_unflatten(detached, tree)
 
 
-def _check_model(model: nn.Module) -> None:
-    """Raises an error for a model that is split already, or that returns values of layers on all stages."""
+def check_model(model: nn.Module) -> None:
+    """Raises an error for a model whose layers cannot be on different ranks."""
+    name = type(model).__name__
     if is_split(model):
         raise PreparationError(
-            f"{type(model).__name__} was split into stages by an earlier `prepare`, so this rank has only "
-            "some of its layers. Pass a model that was not prepared."
+            f"{name} was split into stages by an earlier `prepare`, so this rank has only some of its "
+            "layers. Pass a model that was not prepared."
+        )
+    if sharded := [key for key, parameter in model.named_parameters() if is_dtensor(parameter)]:
+        raise PreparationError(
+            f"{listed(sharded)} of {name} are sharded before `prepare`, and a pipeline splits whole models. "
+            "Pass a model that is not sharded, and set tp_size, dp_shard_size or ep_size in "
+            "parallelism_config."
+        )
+    if compiled := [key or name for key, module in model.named_modules() if _is_compiled(module)]:
+        raise PreparationError(
+            f"{listed(compiled)} of {name} are compiled, and a pipeline traces the code of a model. Pass a "
+            "model that is not compiled, or set pp_size=1."
         )
     config = getattr(model, "config", None)
     fields = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -516,3 +528,7 @@ def _check_model(model: nn.Module) -> None:
             f"{type(config).__name__}.{wrong[0]}=True collects outputs of all layers, and each stage of a "
             f"pipeline has only its own. Set {wrong[0]}=False."
         )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
