@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -34,10 +35,14 @@ class Layer(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.widen, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.drop = nn.Dropout(0.2)
-        self.calls = 0
+        self.counts = Counter[str]()  # a recomputation restores numbers
+
+    @property
+    def calls(self) -> int:
+        return self.counts["calls"]
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
+        self.counts["calls"] += 1
         hidden: Tensor = x + self.drop(self.narrow(nn.functional.gelu(self.widen(self.norm(x)))))
         return hidden
 
@@ -108,7 +113,7 @@ def trained(way: str, policy: dict[str, Any] | None) -> tuple[dict[str, Tensor],
     torch.manual_seed(seed)
     for batch in batches:
         for layer in layers:
-            layer.calls = 0
+            layer.counts.clear()
         accelerator.backward(model(batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -374,11 +375,13 @@ def test_checkpoints_load_on_the_same_and_on_another_layout(
 class TiedRouter(nn.Linear):
     """Router of experts with equal scores, whose choice differs between two forwards of the same batch."""
 
-    calls = 0
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.counts = Counter[str]()  # a recomputation restores numbers
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        generator = torch.Generator().manual_seed(self.calls)
+        self.counts["calls"] += 1
+        generator = torch.Generator().manual_seed(self.counts["calls"])
         noise = torch.randn(len(tokens), self.out_features, generator=generator)
         logits: torch.Tensor = 0 * super().forward(tokens) + 1e-6 * noise
         return logits
@@ -398,7 +401,7 @@ def gradients(sizes: dict[str, int], recomputes: bool, save_operators: Any) -> t
     model = accelerator.prepare(model)
     rows = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(1 + accelerator.process_index))
     accelerator.backward(model(rows).square().sum())
-    calls = accelerator.unwrap_model(model).layers[0].router.calls
+    calls = accelerator.unwrap_model(model).layers[0].router.counts["calls"]
     return {name: whole(p.grad) for name, p in model.named_parameters()}, calls
 
 

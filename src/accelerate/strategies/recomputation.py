@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from accelerate import planning, torch_private
 from accelerate.base import (
@@ -92,10 +92,12 @@ class RecomputedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
+        # A compiled graph updates buffers once.
+        run = self.run if torch.compiler.is_compiling() else RepeatedForward(self)
         if self.offload:
             with save_on_cpu(pin_memory=True):
-                return checkpoint(self.run, *args, **self.options, **kwargs)
-        return checkpoint(self.run, *args, **self.options, **kwargs)
+                return checkpoint(run, *args, **self.options, **kwargs)
+        return checkpoint(run, *args, **self.options, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward and keeps its activations."""
@@ -111,16 +113,141 @@ class RecomputedForward:
             module.__dict__["forward"] = self.inner
 
 
+class RepeatedForward:
+    """Forward of a recomputed block in one step, which changes the state of the block once.
+
+    Calls after the first are recomputations. They begin with the attributes and buffers from before the first
+    call, and end with those from before the recomputation.
+
+    Args:
+        forward: Forward of the block.
+    """
+
+    def __init__(self, forward: RecomputedForward) -> None:
+        self._forward = forward
+        self._before: BlockState | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block = self._forward.module
+        if self._before is None:
+            self._before = BlockState(block)
+            outputs = self._forward.run(*args, **kwargs)
+            self._before.check(block)
+            return outputs
+        current = BlockState(block)
+        self._before.restore(copies=True)
+        try:
+            return self._forward.run(*args, **kwargs)
+        finally:
+            current.restore()
+
+
+MAX_COPIED = 2**16
+"""Number of elements of the largest buffer that is copied in each forward."""
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Attributes that each module has, such as its parameters and hooks."""
+
+
+class BlockState:
+    """Attributes of the modules of a block, with the contents of lists and dicts, and its buffers.
+
+    Args:
+        block: The block.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._attributes = [(module, _attributes_of(module)) for module in block.modules()]
+        values = [value for _, attributes in self._attributes for value in attributes.values()]
+        self._contents: list[tuple[Any, Any]] = [
+            (value, value.copy()) for value in values if type(value) in (dict, list)
+        ]
+        self._buffers = [
+            (module, name, buffer, buffer._version, buffer.clone() if buffer.numel() <= MAX_COPIED else None)
+            for module in block.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def check(self, block: nn.Module) -> None:
+        """Raises an error for a buffer that has changed and was not copied."""
+        for module, name, buffer, version, values in self._buffers:
+            if values is None and buffer._version != version:
+                reason = f"a forward of {type(module).__name__} changes its buffer {name!r} in place"
+                fix = (
+                    f"Assign a new tensor to a buffer of more than {MAX_COPIED} elements, or leave "
+                    f"{type(block).__name__} out of the blocks that are recomputed"
+                )
+                raise wrong_value("activation checkpointing", type(block).__name__, reason, fix)
+
+    def restore(self, copies: bool = False) -> None:
+        """Gives the modules these attributes and buffers.
+
+        Args:
+            copies: Whether to give them copies of the buffers, with the values that the buffers had.
+        """
+        for module, attributes in self._attributes:
+            for name in _attributes_of(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+        for value, content in self._contents:
+            value.clear()
+            value.update(content) if isinstance(value, dict) else value.extend(content)
+        for module, name, buffer, _, values in self._buffers:
+            module._buffers[name] = values.clone() if copies and values is not None else buffer
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Returns the attributes that the class or the user of a module has added."""
+    return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
+
+
 def _contexts(save_operators: Any) -> tuple[Any, Any]:
     """Returns the contexts of the forward and of its recomputation, which keep the outputs of operators."""
-    create: Callable[..., tuple[Any, Any]] = create_selective_checkpoint_contexts
-    return create(partial(_policy, overloads_of(save_operators)))
+    policy = SavingPolicy(overloads_of(save_operators))
+    contexts: tuple[Any, Any] = torch_private.selective_checkpoint_contexts(policy, policy.keep)
+    return contexts
 
 
-def _policy(operators: Collection[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    # In backward random numbers are those of the forward only if all of them are drawn again.
-    saves = operator in operators and not torch_private.draws_random_numbers(operator, args, kwargs)
-    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+class SavingPolicy:
+    """Policy of the operators of one forward, which keeps the outputs of some.
+
+    Args:
+        operators: Overloads of the operators.
+    """
+
+    def __init__(self, operators: Collection[Any]) -> None:
+        self._operators = operators
+        self._kept: dict[int, Any] = {}  # id of a storage that is kept -> operator
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if not context.is_recompute and (changed := torch_private.mutated_by(operator)):
+            self._check(operator, changed, args, kwargs)
+        # In backward random numbers are those of the forward only if all of them are drawn again.
+        if operator not in self._operators or torch_private.draws_random_numbers(operator, args, kwargs):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        self.keep(operator, getattr(context, "op_output", None))
+        return CheckpointPolicy.MUST_SAVE
+
+    def keep(self, operator: Any, outputs: Any) -> None:
+        """Notes the outputs of an operator if they are kept."""
+        if operator in self._operators:
+            for tensor in iterate_tensors(outputs):
+                self._kept[torch_private.storage_id(tensor)] = operator
+
+    def _check(self, operator: Any, changed: Sequence[str], args: Any, kwargs: Any) -> None:
+        """Raises an error for an operator that changes an output that is kept, also through a view.
+
+        torch compares versions of tensors, and the views that it makes of outputs have their own.
+        """
+        arguments = torch_private.arguments_of(operator, args, kwargs)
+        for tensor in iterate_tensors([arguments[name] for name in changed]):
+            if kept := self._kept.get(torch_private.storage_id(tensor)):
+                raise wrong_value(
+                    "save_operators",
+                    str(kept),
+                    f"{operator} changes an output of it in place, and the backward pass needs the output",
+                    "Compute `h = h + b` in place of `h += b`, or leave the operator out of save_operators",
+                )
 
 
 def overloads_of(operators: Any) -> Collection[Any]:

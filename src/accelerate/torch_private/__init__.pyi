@@ -85,6 +85,7 @@ from accelerate.torch_private.processes import (
 )
 from accelerate.torch_private.tracing import (
     arguments_of as arguments_of,
+    call_with as call_with,
     draws_random_numbers as draws_random_numbers,
     fake_parameters_converted as fake_parameters_converted,
     find_recomputation as find_recomputation,
@@ -98,7 +99,9 @@ from accelerate.torch_private.tracing import (
     peak_on_cpu as peak_on_cpu,
     record_moments as record_moments,
     replace_module_hooks as replace_module_hooks,
+    selective_checkpoint_contexts as selective_checkpoint_contexts,
     skip_frozen_gradients as skip_frozen_gradients,
+    storage_id as storage_id,
     tracked_bytes as tracked_bytes,
 )
 

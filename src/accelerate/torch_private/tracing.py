@@ -5,6 +5,7 @@ They adapt torch's memory tracker, and read operators and recorded allocations.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections import OrderedDict
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import SelectiveCheckpointContext, create_selective_checkpoint_contexts
 from torch.utils.hooks import RemovableHandle
 
 memory_dump: Callable[[Any], Callable[[str], None]] = attrgetter("_dump_snapshot")
@@ -131,10 +134,59 @@ def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
+def call_with(func: Any, arguments: Mapping[str, Any]) -> Any:
+    """Returns the outputs of an operator for all of its arguments by name."""
+    parameters = func._schema.arguments
+    return func(
+        *(arguments[each.name] for each in parameters if not each.kwarg_only),
+        **{each.name: arguments[each.name] for each in parameters if each.kwarg_only},
+    )
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Returns a number that the tensors of one storage share, as long as it exists."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Outputs(TorchDispatchMode):
+    """Context that passes the outputs of operators to a function."""
+
+    def __init__(self, keep: Callable[[Any, Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keep = keep
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        self._keep(func, outputs)
+        return outputs
+
+
+@contextmanager
+def _both(first: Any, second: Any) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+def selective_checkpoint_contexts(policy: Any, keep: Callable[[Any, Any], None]) -> tuple[Any, Any]:
+    """Returns the contexts of a forward and of its recomputation, which save outputs of operators.
+
+    Args:
+        policy: Policy of `create_selective_checkpoint_contexts`.
+        keep: Function of an operator and its outputs, for versions of torch whose policy does not get them.
+    """
+    create: Callable[[Any], tuple[Any, Any]] = create_selective_checkpoint_contexts
+    forward, recomputation = create(policy)
+    if "op_output" in inspect.signature(SelectiveCheckpointContext).parameters:  # since torch 2.13
+        return forward, recomputation
+    return _both(forward, _Outputs(keep)), recomputation
+
+
 def mutated_by(func: Any) -> list[str]:
     """Returns the names of the arguments that an operator modifies."""
-    schema = func._schema
-    if not schema.is_mutable:
+    schema = getattr(func, "_schema", None)  # which operators of a higher order lack
+    if schema is None or not schema.is_mutable:
         return []
     return [
         argument.name

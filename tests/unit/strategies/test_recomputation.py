@@ -7,6 +7,7 @@ import logging
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from accelerate import Accelerator, torch_private
 from accelerate.base import ConfigurationError, PreparationError
@@ -21,8 +23,10 @@ from accelerate.plugins import ActivationCheckpointing
 from accelerate.state import AcceleratorState
 from accelerate.strategies.recomputation import (
     RecomputedForward,
+    SavingPolicy,
     find_blocks,
     keep_activations,
+    overloads_of,
     recompute,
 )
 
@@ -42,10 +46,14 @@ class Layer(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
         self.widen, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.drop = nn.Dropout(0.2)
-        self.calls = 0
+        self.counts = Counter[str]()  # a recomputation restores numbers
+
+    @property
+    def calls(self) -> int:
+        return self.counts["calls"]
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
-        self.calls += 1
+        self.counts["calls"] += 1
         query, key, value = self.mix(self.norm(x)).unflatten(-1, (2, -1)).transpose(1, 2).chunk(3, dim=-1)
         mixed = scaled_dot_product_attention(query, key, value, dropout_p=0.2 if self.training else 0.0)
         x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(-2))) * scale
@@ -520,12 +528,106 @@ def test_dropout_after_kept_attention_is_that_of_the_forward(probability: float)
 
 
 def test_attention_that_draws_numbers_is_run_again() -> None:
-    from accelerate.strategies.recomputation import _policy, overloads_of
-
     operator = aten._scaled_dot_product_flash_attention_for_cpu.default
     tensors = [torch.zeros(1, 1, 2, 2)] * 3
-    operators = overloads_of("matmul")
-    assert _policy(operators, None, operator, *tensors).name == "MUST_SAVE"
-    assert _policy(operators, None, operator, *tensors, 0.5).name == "PREFER_RECOMPUTE"
-    assert _policy(operators, None, operator, *tensors, dropout_p=0.5).name == "PREFER_RECOMPUTE"
-    assert _policy(operators, None, aten.gelu.default, tensors[0]).name == "PREFER_RECOMPUTE"
+    policy = partial(SavingPolicy(overloads_of("matmul")), SelectiveCheckpointContext(is_recompute=False))
+    assert policy(operator, *tensors).name == "MUST_SAVE"
+    assert policy(operator, *tensors, 0.5).name == "PREFER_RECOMPUTE"
+    assert policy(operator, *tensors, dropout_p=0.5).name == "PREFER_RECOMPUTE"
+    assert policy(aten.gelu.default, tensors[0]).name == "PREFER_RECOMPUTE"
+
+
+class Stateful(nn.Module):
+    """Block whose result depends on a buffer, a counter and a list, and which has batch normalization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(LENGTH)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("last", torch.zeros(()))
+        self.calls, self.seen = 0, [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(0.5 * self.calls)
+        self.scale.mul_(1.5)
+        self.last = x.detach().mean()
+        hidden: Tensor = (
+            self.norm(torch.tanh(self.linear(x))) * self.scale.clone() / (self.calls + self.seen[-1])
+        )
+        return hidden + self.last
+
+
+class OfStateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Stateful() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_state_that_a_forward_changes_is_that_without_recomputation(prepared: Any, accumulates: bool) -> None:
+    results = []
+    for handler in (None, ActivationCheckpointing(every=1)):
+        torch.manual_seed(0)
+        accelerator, model = prepared(OfStateful(), handler)
+        for _ in range(2):
+            losses = [model(samples() + part).square().mean() for part in range(1 + accumulates)]
+            accelerator.backward(torch.stack(losses).sum())
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        plain = [(layer.calls, list(layer.seen)) for layer in model.layers]
+        results.append(([parameter.grad for parameter in model.parameters()], state, plain))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_large_buffer_that_changes_in_place_is_refused(prepared: Any) -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("memory", torch.zeros(2**17))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.memory += 1
+            return self.linear(x) * self.memory[0]
+
+    accelerator, model = prepared(nn.Sequential(Large(), Large()), ActivationCheckpointing(every=1))
+    with pytest.raises(ConfigurationError, match="changes its buffer 'memory' in place"):
+        model(samples())
+
+
+class ChangesProduct(nn.Module):
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.weight, self.change = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x @ self.weight
+        self.change(hidden)
+        return torch.tanh(hidden)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda h: h.add_(1.0), lambda h: h.sigmoid_(), lambda h: h[:, 1:].mul_(2.0)], ids=range(3)
+)
+@pytest.mark.parametrize("dimensions", [2, 3])
+def test_products_that_are_changed_in_place_are_not_kept(prepared: Any, change: Any, dimensions: int) -> None:
+    model = nn.Sequential(*(ChangesProduct(change) for _ in range(2)))
+    accelerator, model = prepared(model, ActivationCheckpointing(every=1, save_operators="matmul"))
+    with pytest.raises(ConfigurationError, match="changes an output of it in place"):
+        model(samples() if dimensions == 3 else samples()[0])
+
+
+def test_other_tensors_may_be_changed_in_place(prepared: Any) -> None:
+    found = []
+    for handler in (None, ActivationCheckpointing(every=1, save_operators="matmul")):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), ChangesProduct(lambda h: (h + 1).add_(1.0)))
+        accelerator, model = prepared(model, handler)
+        found.append(gradients(accelerator, model, samples()))
+    torch.testing.assert_close(*found)

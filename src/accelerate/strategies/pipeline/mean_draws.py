@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from accelerate import torch_private
 
 
 def _fill(value: Callable[[Mapping[str, Any]], Any]) -> Callable[[Tensor, Mapping[str, Any]], Any]:
@@ -63,7 +64,7 @@ _MEANS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
 """Operators of ATen by name, and what replaces their output."""
 
 
-class MeanDraws(TorchDispatchMode):
+class MeanDraws(torch_private.TorchDispatchMode):  # type: ignore[misc]
     """Context in which random operators return their mean, and dropout keeps all values.
 
     Other random operators draw as after `torch.manual_seed(0)`. The generators of torch are restored at the
@@ -71,7 +72,7 @@ class MeanDraws(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -79,18 +80,13 @@ class MeanDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        parameters = func._schema.arguments
-        arguments = {each.name: each.default_value for each in parameters if each.has_default_value()}
-        arguments |= dict(zip((each.name for each in parameters), args, strict=False)) | kwargs
+        arguments = torch_private.arguments_of(func, args, kwargs)
         if "dropout_p" in arguments:
             arguments["dropout_p"] = 0.0
         if arguments.get("generator") is not None:  # that of the user keeps its state
             arguments["generator"] = torch.Generator(arguments["generator"].device).manual_seed(0)
         else:
             torch.manual_seed(0)
-        outputs = func(
-            *(arguments[each.name] for each in parameters if not each.kwarg_only),
-            **{each.name: arguments[each.name] for each in parameters if each.kwarg_only},
-        )
+        outputs = torch_private.call_with(func, arguments)
         replace = _MEANS.get(func.overloadpacket.__name__)
         return outputs if replace is None else replace(outputs, arguments)

@@ -515,7 +515,12 @@ def check_model(model: nn.Module) -> None:
             "Pass a model that is not sharded, and set tp_size, dp_shard_size or ep_size in "
             "parallelism_config."
         )
-    if compiled := [key or name for key, module in model.named_modules() if _is_compiled(module)]:
+    compiled = [
+        key or name
+        for key, module in model.named_modules()
+        if torch_private.is_optimized_module(module) or torch_private.is_compiled_in_place(module)
+    ]
+    if compiled:
         raise PreparationError(
             f"{listed(compiled)} of {name} are compiled, and a pipeline traces the code of a model. Pass a "
             "model that is not compiled, or set pp_size=1."
@@ -528,7 +533,3 @@ def check_model(model: nn.Module) -> None:
             f"{type(config).__name__}.{wrong[0]}=True collects outputs of all layers, and each stage of a "
             f"pipeline has only its own. Set {wrong[0]}=False."
         )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

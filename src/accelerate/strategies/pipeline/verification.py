@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, PreparationError, StateError
@@ -42,6 +41,7 @@ from accelerate.strategies.pipeline.weights import whole_weights
 
 SCALE = 2.0**7
 """Factor of the losses of the pipeline, so that gradients in float16 do not vanish."""
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NUM_COMPARED = 2
 """Number of micro-batches that the pipeline computes for the comparison."""
 HINT = "PipelineConfig(verify=False) trains without this comparison."
@@ -417,7 +417,7 @@ def _fixed_statistics(model: nn.Module) -> Iterator[None]:
 
     In a pipeline it uses those of micro-batches, as it does with gradient accumulation.
     """
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
+    layers = [module for module in model.modules() if isinstance(module, BATCH_NORMS) and module.training]
     for layer in layers:
         layer.eval()
     try:
@@ -601,6 +601,6 @@ def _not_equal(pipeline: Pipeline, text: str) -> PreparationError:
         f"{type(pipeline.model.model).__name__} cannot be split into {pipeline.model.num_stages} stages: the "
         f"pipeline {text}. Layers of other stages compute nothing on a rank, so what a layer hands over in "
         "an attribute, a buffer, an argument that it changes, a hook or another object does not reach later "
-        "stages. Return it from the layer, or begin the stages elsewhere with "
+        "stages. Return it from the layer, or begin stages at other layers with "
         f"PipelineConfig(split=[...]). {HINT}"
     )
