@@ -52,12 +52,15 @@ accelerator = Accelerator(
 
 def fail(where, number):
     """Ends this process once at a place, as the test says."""
-    if failure.get("where") != where or number != failure["number"] or replica != failure["replica"]:
+    if failure.get("where") != where or number != failure["number"]:
+        return
+    is_all = failure["replica"] == "all"
+    if not is_all and replica != failure["replica"]:
         return
     if accelerator.process_index != failure.get("rank", 0):
         return
     try:
-        (folder / "failed").touch(exist_ok=False)
+        (folder / (f"failed-{replica}" if is_all else "failed")).touch(exist_ok=False)
     except FileExistsError:
         return
     if where == "exit":
@@ -89,7 +92,9 @@ loader, evaluation = DataLoader(data, batch_size=3, shuffle=True), DataLoader(da
 model, optimizer, scheduler, loader, evaluation = accelerator.prepare(
     model, optimizer, scheduler, loader, evaluation
 )
-if os.environ.get("RESUME"):
+done = len(list((folder / "project").glob("checkpoints/*"))) if os.environ.get("LOADS") else 0
+done = done or len(os.environ.get("RESUME", ""))
+if done:
     accelerator.load_state()
 with accelerator.main_process_first():
     if accelerator.is_main_process:
@@ -103,7 +108,7 @@ accelerator.register_save_state_pre_hook(lambda *_: fail("save", 1))
 log, samples = open(folder / f"samples-{replica}-{os.getpid()}.jsonl", "a", buffering=1), []
 report, pause = [], float(os.environ.get("PAUSE", "0"))
 longest = int(os.environ.get("LONGEST", "1000"))  # number of steps after which a pass is left
-for epoch in range(len(os.environ.get("RESUME", "")), 3):
+for epoch in range(done, 3):
     num_steps = 0
     for number, (rows, labels, numbers) in enumerate(loader):
         while "WAITS" in os.environ and (epoch, number) == (2, 0) and not (folder / "started again").exists():
@@ -201,7 +206,7 @@ def assert_equal(found: Outcome, expected: Outcome) -> None:
             assert torch.equal(weights[name], found.weights[0][name])
 
 
-def failing(where: str, number: int, **more: int) -> str:
+def failing(where: str, number: int, **more: Any) -> str:
     return json.dumps({"where": where, "number": number, "replica": 1, **more})
 
 
@@ -224,6 +229,40 @@ def test_weights_are_those_without_a_failure(tmp_path: Path, expected: Outcome, 
     assert_equal(found, expected)
     assert "and is started again" in found.err
     assert "Traceback" not in found.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loads", ["", "yes"])
+@pytest.mark.parametrize("number", [3, 13])
+def test_a_run_begins_again_if_all_groups_end_at_once(
+    tmp_path: Path, expected: Outcome, loads: str, number: int
+) -> None:
+    found = launch(tmp_path, "--replicas", "2", FAILURE=failing("batch", number, replica="all"), LOADS=loads)
+    assert_equal(found, expected)
+    assert len(found.weights) == 2
+    assert found.err.count("and is started again") == 2
+
+
+@pytest.mark.slow
+def test_an_error_that_all_groups_raise_after_one_step_ends_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "from accelerate import Accelerator\n"
+        "accelerator, net = Accelerator(cpu=True), torch.nn.Linear(2, 2)\n"
+        "loader = torch.utils.data.DataLoader(torch.randn(32, 2), batch_size=2)\n"
+        "net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1), loader)\n"
+        "for number, batch in enumerate(loader):\n"
+        "    if number == 3:\n"
+        "        raise ValueError('the third batch')\n"
+        "    accelerator.backward(net(batch).sum())\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+    )
+    words = [*LAUNCH, "--replicas", "2", str(script)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert ended.returncode == 1
+    assert "ended 3 times after step 3" in ended.stderr
 
 
 @pytest.mark.slow

@@ -41,9 +41,11 @@ from accelerate.launch.machine import (
 )
 from accelerate.launch.plan import (
     LAUNCH_COMMAND as LAUNCH_COMMAND,
+    LIFE as LIFE,
     RECORDED as RECORDED,
     LaunchPlan as LaunchPlan,
     Target as Target,
+    begun_key as begun_key,
     committed_key as committed_key,
     env_var_path_add as env_var_path_add,
     local_command as local_command,

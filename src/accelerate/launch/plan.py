@@ -155,9 +155,21 @@ def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
     return ":".join([*present, str(path_to_add)])
 
 
+LIFE = "life"
+"""Key in the store of a run of the number of times that all replica groups have lost their state."""
+
+
 def committed_key(replica: int) -> str:
-    """Returns the key in the store of a run that is set when a replica group has committed a step."""
+    """Returns the key in the store of a run of the number of steps that a replica group has committed.
+
+    It is absent before the first step of the processes that run now.
+    """
     return f"committed/{replica}"
+
+
+def begun_key(life: int) -> str:
+    """Returns the key in the store of a run that is set when a step of this life has been committed."""
+    return f"begun/{life}"
 
 
 RECORDED = ("local", "elastic")  # launchers that start the script directly

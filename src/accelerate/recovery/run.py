@@ -16,8 +16,8 @@ from accelerate.settings.sections import RecoverySection
 
 STORE_VARIABLE = "ACCELERATE_RUN_STORE"
 """Variable with the address of the store of the run."""
-HELD = "held/{}"
-"""Key in the store of the run of the names of the checkpoints that a replica group holds."""
+HELD = "{}/held/{}"
+"""Key in the store of a life of the run of the names of the checkpoints that a replica group holds."""
 SETTINGS = ("replicas", "min_replicas", "replica_batch", "replica_timeout", "lighthouse")
 
 
@@ -74,18 +74,19 @@ class Run(NamedTuple):
                 "launch runs on machine 0."
             ) from error
 
-    def common(self, store: Any, names: list[str]) -> list[str]:
+    def common(self, store: Any, life: int, names: list[str]) -> list[str]:
         """Writes the names of the checkpoints of this replica group, and returns those that all groups hold.
 
         Args:
             store: Store of the run.
+            life: Number of times that all replica groups have lost their state.
             names: Names of the checkpoints, of which the order is kept.
 
         Raises:
             RecoveryError: Replica groups did not arrive within the timeout.
         """
-        store.set(HELD.format(self.replica), json.dumps(names))
-        keys = [HELD.format(replica) for replica in range(self.replicas)]
+        store.set(HELD.format(life, self.replica), json.dumps(names))
+        keys = [HELD.format(life, replica) for replica in range(self.replicas)]
         try:
             store.wait(keys, timedelta(seconds=self.timeout))
         except dist.DistError as error:

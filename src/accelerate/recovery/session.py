@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate import rng, strategies, torch_private
-from accelerate.base import StateError, wrong_value
+from accelerate.base import RecoveryError, StateError, wrong_value
 from accelerate.data_loader import data_groups
-from accelerate.launch import committed_key
+from accelerate.launch import LIFE, begun_key, committed_key
 from accelerate.logging import get_logger
 from accelerate.ops import Transport, current_transport
 from accelerate.plugins import version_of
@@ -45,12 +45,12 @@ PAUSE = 0.2
 """Seconds between two attempts to join a replica group with state."""
 BUCKET_BYTES = 32 * 2**20
 """Bytes of gradients in one all-reduce over the members."""
-PASSES = "passes/{}"
-"""Key in the store of the run of the number of passes over a loader for training that are over."""
-LEFT = "left/{}/{}"
-"""Key in the store of the run that is set when a loop leaves a pass over a loader before its end."""
-ARRIVED = "arrived/{}/{}"
-"""Key in the store of the run that is set when a replica group has arrived at a barrier."""
+PASSES = "{}/passes/{}"
+"""Key in the store of a life of the run of the number of passes over a loader for training that are over."""
+LEFT = "{}/left/{}/{}"
+"""Key in the store of a life of the run that is set when a loop leaves a pass before its end."""
+ARRIVED = "{}/arrived/{}/{}"
+"""Key in the store of a life of the run that is set when a replica group has arrived at a barrier."""
 
 
 def open_recovery(
@@ -114,6 +114,7 @@ class Recovery:
         self._shared = dict.fromkeys(REQUESTS, False)
         self._flags = nn.Parameter(torch.zeros(len(REQUESTS), device=strategy.context.device))
         self._store = run.connect()
+        self._life = self._ask_store(self._read_life)
         is_first = run.replica == 0 and not self._ask_store(self._has_begun)
         self._leader = services.put(Leader, Leader(is_first, self._wait_for_others))
         services.put(Recovery, self, end=self._shut_down)
@@ -190,7 +191,7 @@ class Recovery:
         self._leader.is_leader = self._leader.is_leader and not self._is_behind
         self.in_pass = not self._is_behind
         if number > over:  # an iterator over the pass before is still open
-            self._store.set(PASSES.format(loader.number), str(number))
+            self._store.set(PASSES.format(self._life, loader.number), str(number))
         return self.in_pass
 
     def end_pass(self) -> None:
@@ -198,7 +199,7 @@ class Recovery:
         self.in_pass = False
 
     def _num_passes_over(self, loader: RecoveryLoader) -> int:
-        key = PASSES.format(loader.number)
+        key = PASSES.format(self._life, loader.number)
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def begin_step(self, loader: RecoveryLoader) -> Members:
@@ -232,7 +233,15 @@ class Recovery:
             membership.decline()
             time.sleep(PAUSE)
             members = membership.begin()
+        if not membership.num_committed and self._ask_store(self._read_life) != self._life:
+            raise RecoveryError(
+                "All replica groups have ended since this one began, so it does not know where the run goes "
+                "on. The launcher starts it again."
+            )
         return members
+
+    def _read_life(self) -> int:
+        return int(self._store.get(LIFE))
 
     def _has_begun(self) -> bool:
         """Returns whether a replica group that has not been started again since has committed a step."""
@@ -260,7 +269,9 @@ class Recovery:
 
     def held_by_all(self, names: list[str]) -> list[str]:
         """Returns the names that all replica groups pass, or all names while others train and send state."""
-        return self._ask_store(lambda: names if self._has_begun() else self._run.common(self._store, names))
+        return self._ask_store(
+            lambda: names if self._has_begun() else self._run.common(self._store, self._life, names)
+        )
 
     def _begin_together(self, members: Members) -> Members:
         """Sends the weights of the first member to the others before the first step."""
@@ -340,12 +351,18 @@ class Recovery:
             if self._outcome:
                 self._loader.advance()
                 self._share_requests()
-                if not self._has_committed:
-                    self._has_committed = True
-                    self._store.set(committed_key(self._run.replica), "1")
+                self._note_step(self._membership.num_committed)
             else:
                 logger.info("A replica group has ended. The step is repeated with the same samples.")
         return self._outcome
+
+    def _note_step(self, num_committed: int) -> None:
+        """Tells the launcher the number of committed steps."""
+        if current_transport().rank == 0:
+            if not self._has_committed:
+                self._store.set(begun_key(self._life), "1")
+            self._store.set(committed_key(self._run.replica), str(num_committed))
+        self._has_committed = True
 
     def _share_requests(self) -> None:
         """Takes the requests of all members, which were added up with the gradients of the step."""
@@ -400,7 +417,7 @@ class Recovery:
         assert self._membership is not None
         if self._outcome is None:
             self._membership.decline()
-        self._store.set(LEFT.format(loader.number, number), "1")
+        self._store.set(LEFT.format(self._life, loader.number, number), "1")
         while True:
             self.begin_step(loader)
             if loader.epoch > number:  # the others have ended the pass meanwhile
@@ -412,7 +429,8 @@ class Recovery:
 
     def is_left(self, loader: RecoveryLoader, number: int) -> bool:
         """Returns whether the loop of a member has left a pass."""
-        return self._ask_store(lambda: bool(self._store.check([LEFT.format(loader.number, number)])))
+        key = LEFT.format(self._life, loader.number, number)
+        return self._ask_store(lambda: bool(self._store.check([key])))
 
     def end_data(self) -> bool:
         """Ends the data of a pass on all members together, and returns whether all of them are there."""
@@ -422,15 +440,15 @@ class Recovery:
         if not self._membership.commit():
             return False
         over = max(self._num_passes_over(self._loader), self._loader.epoch + 1)
-        self._store.set(PASSES.format(self._loader.number), str(over))
+        self._store.set(PASSES.format(self._life, self._loader.number), str(over))
         return True
 
     def _wait_for_all(self, barrier: str) -> None:
         """Waits until all launched replica groups have arrived at a barrier, or until a timeout."""
         if current_transport().rank == 0:
-            self._store.set(ARRIVED.format(barrier, self._run.replica), "1")
+            self._store.set(ARRIVED.format(self._life, barrier, self._run.replica), "1")
             try:
-                names = [ARRIVED.format(barrier, replica) for replica in range(self.num_replicas)]
+                names = [ARRIVED.format(self._life, barrier, replica) for replica in range(self.num_replicas)]
                 self._store.wait(names, timedelta(seconds=self._run.timeout))
             except dist.DistStoreError:
                 logger.warning(

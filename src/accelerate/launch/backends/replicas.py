@@ -16,7 +16,7 @@ from accelerate.launch import children, layout
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.children import say
 from accelerate.launch.machine import Machine, new_run_id
-from accelerate.launch.plan import LaunchPlan, accelerate_command, committed_key
+from accelerate.launch.plan import LIFE, LaunchPlan, accelerate_command, begun_key, committed_key
 from accelerate.settings import Settings
 from accelerate.settings.sections import LaunchSection, RecoverySection
 
@@ -45,7 +45,8 @@ In groups of several processes, c10d also logs errors of collectives within the 
 """
 STORE_TIMEOUT = timedelta(seconds=300)
 MAX_FUTILE = 3
-"""How often in succession a replica group may end without a committed step."""
+"""Number of times that a replica group ends in succession after the same step, or without one, which end the
+run."""
 LIGHTHOUSE = "lighthouse"
 """Key in the store of the run of the address of the lighthouse."""
 
@@ -89,13 +90,15 @@ class Group:
     Attributes:
         number: Index of the replica group.
         child: Launcher of its processes.
-        futile: How often it has ended in succession without a committed step.
+        futile: How often it has ended in succession after the same step, or without one.
+        num_steps: Number of steps that were committed when it ended last.
         is_done: Whether its script has ended without an error.
     """
 
     number: int
     child: subprocess.Popen[Any]
     futile: int = 0
+    num_steps: int = 0
     is_done: bool = False
 
 
@@ -205,6 +208,7 @@ def _open_run(plan: LaunchPlan, groups: Groups) -> tuple[Any, Any, dict[str, str
         if address is None:
             lighthouse = _open_lighthouse(groups)
             address = f"http://{host}:{lighthouse.address().rpartition(':')[2]}"
+        store.set(LIFE, "0")
         store.set(LIGHTHOUSE, address)
         store.set(environ.RUN_ID, new_run_id())
     variables = {
@@ -244,6 +248,7 @@ def _run_groups(
     def start(number: int) -> subprocess.Popen[Any]:
         command = groups.command(number - numbers[0])
         store.delete_key(committed_key(number))
+        begin_life(store, groups.replicas)
         variables = {**environ.current(), **plan.environment, **added, environ.REPLICA: str(number)}
         return subprocess.Popen(command, env=variables)
 
@@ -261,14 +266,20 @@ def _run_groups(
             if code == 0 or ending.received or any(other.is_done for other in ending.groups):
                 group.is_done = True
                 if code and not ending.received:
-                    say(f"replica group {group.number} {_ended(code)} after another group was done")
-                    failed = failed or children.exit_code(code)
+                    # A group that starts again after the last step has no batch, and its script may need one.
+                    has_steps = bool(_num_steps(store, group))
+                    after = "" if has_steps else ", and had no step of its own"
+                    say(f"replica group {group.number} {_ended(code)} after another group was done{after}")
+                    failed = failed or (children.exit_code(code) if has_steps else 0)
                 continue
-            group.futile = 0 if store.check([committed_key(group.number)]) else group.futile + 1
+            num_steps = _num_steps(store, group)
+            is_futile = not num_steps or num_steps == group.num_steps
+            group.futile, group.num_steps = group.futile + 1 if is_futile else 1, num_steps
             if group.futile == MAX_FUTILE:
+                where = f"after step {num_steps}" if num_steps else "without a committed step"
                 say(
-                    f"replica group {group.number} ended {MAX_FUTILE} times without a committed step "
-                    f"({_ended(code)}). The run ends"
+                    f"replica group {group.number} ended {MAX_FUTILE} times {where} ({_ended(code)}). The "
+                    "run ends"
                 )
                 ending.send(signal.SIGTERM)
                 _wait(ending.groups)
@@ -281,6 +292,24 @@ def _run_groups(
             group.child = start(group.number)
         time.sleep(POLL)
     return 128 + ending.received if ending.received else failed
+
+
+def _num_steps(store: Any, group: Group) -> int:
+    """Returns the number of committed steps of a replica group, or 0 if it has not taken part in one."""
+    key = committed_key(group.number)
+    return int(store.get(key)) if store.check([key]) else 0
+
+
+def begin_life(store: Any, replicas: int) -> None:
+    """Begins the next life of a run if steps were committed, and no replica group holds their state any more.
+
+    The groups then begin where the script or its checkpoint does, and not where keys of the store say.
+    """
+    life = store.get(LIFE).decode()
+    if any(store.check([committed_key(replica)]) for replica in range(replicas)):
+        return
+    if store.check([begun_key(int(life))]):
+        store.compare_set(LIFE, life, str(int(life) + 1))
 
 
 def _ended(code: int) -> str:
