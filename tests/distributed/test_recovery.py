@@ -243,26 +243,44 @@ def test_a_run_begins_again_if_all_groups_end_at_once(
     assert found.err.count("and is started again") == 2
 
 
+SHORT = """
+import os, pathlib, signal, torch
+from accelerate import Accelerator
+
+accelerator, net = Accelerator(cpu=True), torch.nn.Linear(2, 2)
+loader = torch.utils.data.DataLoader(torch.randn(32, 2), batch_size=2)
+net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1), loader)
+marker = pathlib.Path(__file__).with_name("failed")
+for number, batch in enumerate(loader):
+    FAILURE
+    loss = net(batch).sum()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+print(loss.item())
+"""
+
+
+def run_short_script(folder: Path, failure: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(SHORT.replace("FAILURE", failure))
+    words = [*LAUNCH, "--replicas", "2", str(script)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
 @pytest.mark.slow
 def test_an_error_that_all_groups_raise_after_one_step_ends_the_run(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch\n"
-        "from accelerate import Accelerator\n"
-        "accelerator, net = Accelerator(cpu=True), torch.nn.Linear(2, 2)\n"
-        "loader = torch.utils.data.DataLoader(torch.randn(32, 2), batch_size=2)\n"
-        "net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1), loader)\n"
-        "for number, batch in enumerate(loader):\n"
-        "    if number == 3:\n"
-        "        raise ValueError('the third batch')\n"
-        "    accelerator.backward(net(batch).sum())\n"
-        "    optimizer.step()\n"
-        "    optimizer.zero_grad()\n"
-    )
-    words = [*LAUNCH, "--replicas", "2", str(script)]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False)
+    ended = run_short_script(tmp_path, "assert number < 3")
     assert ended.returncode == 1
     assert "ended 3 times after step 3" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_group_that_starts_again_after_the_last_step_does_not_fail_the_run(tmp_path: Path) -> None:
+    last = "os.environ['ACCELERATE_REPLICA'] == '1' and number == 7 and not marker.exists()"
+    ended = run_short_script(tmp_path, f"if {last}: marker.touch(); os.kill(os.getpid(), signal.SIGKILL)")
+    assert ended.returncode == 0, ended.stderr
+    assert "and had no step of its own" in ended.stderr
 
 
 @pytest.mark.slow
