@@ -140,6 +140,7 @@ from accelerate.base.packages import (
     require as require,
     torchao_required as torchao_required,
 )
+from accelerate.base.parent import end_with_parent as end_with_parent
 from accelerate.base.progress import (
     advance as advance,
     expect as expect,

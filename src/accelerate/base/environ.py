@@ -23,6 +23,8 @@ ELASTIC = "ACCELERATE_ELASTIC"
 """Variable that is set in the processes of a run whose number of machines may change."""
 RUN_ID = "ACCELERATE_RUN_ID"
 """Variable with the identifier of a launch, which is part of the name of the folder of its records."""
+PARENT = "ACCELERATE_PARENT"
+"""Variable with the process id of a launcher, in the processes that it starts and that end with it."""
 FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
 _LAUNCH_VARIABLES = frozenset(
     [
@@ -90,6 +92,12 @@ def current() -> Mapping[str, str]:
 def assign(values: Mapping[str, str]) -> None:
     """Sets variables of this process and of the processes that it starts from now on."""
     os.environ.update(values)
+
+
+def take_parent() -> int | None:
+    """Removes the variable with the process id of the launcher of this process, and returns its value."""
+    value = os.environ.pop(PARENT, None)
+    return None if value is None else int(value)
 
 
 def unset(*names: str) -> None:

@@ -11,14 +11,13 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from accelerate.base import ConfigurationError, attach, environ, shown
+from accelerate.base import ConfigurationError, attach, end_with_parent, environ, shown
 from accelerate.commands.kubernetes import MANIFESTS, as_manifest
 from accelerate.commands.utils import DEVICE_PROBES, entry_point, make_parser
 from accelerate.launch import (
@@ -32,7 +31,9 @@ from accelerate.launch import (
     choose_cpu_or_devices,
     collect,
     find_first,
+    keep,
     machine,
+    open_folder,
     record_digest,
     record_failures,
     resolve_plan,
@@ -209,19 +210,24 @@ def _print_views(plan: LaunchPlan, folder: Path, title: str) -> AbstractContextM
 
 def _run(launcher: Launcher, plan: LaunchPlan, show: Show) -> int:
     """Runs a plan, and prints the reason of a failure as the last output."""
-    folder = Path(tempfile.mkdtemp(prefix="accelerate-"))
-    recorded = record_failures(plan, folder)
-    try:
-        with show(recorded, folder) as shown_plan:
-            code = launcher.run(shown_plan)
-    except BaseException:
-        shutil.rmtree(folder)
-        raise
-    if code and "SLURM_STEP_ID" in environ.current():
-        # srun terminates all tasks as soon as one has failed. This task prints its failure first.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if not (code and recorded is not plan and _explain_failure(folder, code, plan.rendezvous.log_dir)):
-        shutil.rmtree(folder)
+    end_with_parent(environ.take_parent())  # the launcher of all replica groups
+    folder, lock = open_folder()
+    with lock:
+        recorded = record_failures(plan, folder)
+        try:
+            with show(recorded, folder) as shown_plan:
+                code = launcher.run(shown_plan)
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+        if code and "SLURM_STEP_ID" in environ.current():
+            # srun terminates all tasks as soon as one has failed. This task prints its failure first.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        is_recorded = code and recorded is not plan
+        if is_recorded and _explain_failure(folder, code, plan.rendezvous.log_dir):
+            keep(folder)
+        else:
+            shutil.rmtree(folder)
     return code
 
 

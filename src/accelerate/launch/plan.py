@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -181,7 +182,7 @@ def record_failures(plan: LaunchPlan, folder: Path) -> LaunchPlan:
         return plan
     prefix = ("-m",) if plan.target.kind == "module" else ()
     target = Target("script", str(ENTRY), (*prefix, plan.target.name, *plan.target.arguments))
-    added = {FOLDER_VARIABLE: str(folder), environ.RUN_ID: _run_id()}
+    added = {FOLDER_VARIABLE: str(folder), environ.RUN_ID: _run_id(), environ.PARENT: str(os.getpid())}
     if plan.rendezvous.log_dir or plan.rendezvous.tee != "0":
         added[VERBOSE_VARIABLE] = "1"
     return replace(plan, target=target, environment={**plan.environment, **added})

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from accelerate.base import ConfigurationError, DistributedType, environ, stack_dumps
+from accelerate.base import ConfigurationError, DistributedType, end_with_parent, environ, stack_dumps
 from accelerate.launch.children import NOTES
 from accelerate.launch.failures import (
     ENTRY,
@@ -113,8 +113,9 @@ def main(words: list[str]) -> None:
     """Runs the target, and exits with code 1 after an error, or with the code of the script.
 
     A script that ends because another machine of an elastic run was asked to end exits with `RESTART_CODE`.
-    Other ranks that wait for this one can request its stack.
+    Other ranks that wait for this one can request its stack. The process ends with its launcher.
     """
+    end_with_parent(environ.take_parent())
     NOTES.install()
     stack_dumps.offer()
     try:

@@ -24,6 +24,7 @@ from accelerate.base import (
     PrecisionType,
     are_libraries_initialized,
     current,
+    end_with_parent,
     parse_flag_from_env,
     patch_environment,
     plain_value,
@@ -268,6 +269,8 @@ class Worker:
         self.__name__ = self.__qualname__ = getattr(function, "__name__", "function")
 
     def __call__(self, *args: Any) -> None:
+        parent = multiprocessing.parent_process()
+        end_with_parent(None if parent is None else parent.pid)
         if self.on_cpu:  # OpenMP threads do not survive a fork
             first_level = {"OMP": current().get("OMP_NUM_THREADS", "").partition(",")[0]}
             torch.set_num_threads(max(1, launch.count_of(first_level, "OMP", 1)))

@@ -151,7 +151,7 @@ def test_scripts_and_modules_are_started_by_the_entry() -> None:
     assert plan.target == Target("script", str(ENTRY), ("train.py", "--lr", "1"))
     assert is_run_id(plan.environment["ACCELERATE_RUN_ID"])
     assert plan.environment == {**plan.environment, "A": "b", FOLDER_VARIABLE: "here"}
-    assert len(plan.environment) == 3
+    assert len(plan.environment) == 4
     module = record_failures(make_plan(Target("module", "pkg.train", ("x",)), "elastic"), Path("here"))
     assert module.target.arguments == ("-m", "pkg.train", "x")
 

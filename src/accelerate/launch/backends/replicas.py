@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -249,7 +250,8 @@ def _run_groups(
         command = groups.command(number - numbers[0])
         store.delete_key(committed_key(number))
         begin_life(store, groups.replicas)
-        variables = {**environ.current(), **plan.environment, **added, environ.REPLICA: str(number)}
+        own = {environ.REPLICA: str(number), environ.PARENT: str(os.getpid())}
+        variables = {**environ.current(), **plan.environment, **added, **own}
         return subprocess.Popen(command, env=variables)
 
     ending.groups = [Group(number, start(number)) for number in numbers]
