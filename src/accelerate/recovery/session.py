@@ -310,6 +310,13 @@ class Recovery:
 
     def begin_backward(self) -> None:
         """Takes the sums of earlier backward passes of this step, which are not to be added up again."""
+        if self.in_pass and self._outcome is not None:
+            raise StateError(
+                "accelerator.backward(loss) was called after an optimizer has stepped on this batch. After a "
+                "failure, a replica group computes several batches in one step of the run, and cannot update "
+                "parameters between the losses of one of them. Compute all losses of a batch before the "
+                "first optimizer.step(), or leave --replicas out."
+            )
         if not (self._has_summed and self.in_pass):
             return
         for parameter in self._trained():
