@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
+from accelerate.utils import send_to_device
 
 Run = Callable[..., list[Any]]
 
@@ -315,7 +316,7 @@ def gather_objects() -> list[dict[str, Any]]:
         gathered.append({name: accelerator.gather_for_metrics(tree) for name, tree in trees.items()})
         for name, tree in requested.items():
             gathered[-1][name] = accelerator.gather_for_metrics(tree, use_gather_object=True)
-    return gathered
+    return send_to_device(gathered, "cpu")
 
 
 def test_objects_and_structures_of_them_are_gathered_once(run: Run) -> None:

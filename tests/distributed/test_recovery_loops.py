@@ -116,7 +116,16 @@ if accelerator.process_index == 0:
     torch.save(state, folder / f"end-{replica}.pt")
 """
 REFUSED = {"gan": "after an optimizer has stepped on this batch"}
-ORDERS = ["plain", "zero first", "zero after forward", "two backward", "two optimizers", "gan", "closure", "statistics"]
+ORDERS = [
+    "plain",
+    "zero first",
+    "zero after forward",
+    "two backward",
+    "two optimizers",
+    "gan",
+    "closure",
+    "statistics",
+]
 
 
 def launch(folder: Path, *options: str, **variables: str) -> tuple[list[dict[str, Any]], int, str]:
@@ -124,7 +133,9 @@ def launch(folder: Path, *options: str, **variables: str) -> tuple[list[dict[str
     (folder / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "FOLDER": str(folder), "OMP_NUM_THREADS": "1", **variables}
     words = [*LAUNCH, *options, str(folder / "script.py")]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
+    ended = subprocess.run(
+        words, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False
+    )
     return [torch.load(path) for path in sorted(folder.glob("end-*.pt"))], ended.returncode, ended.stderr
 
 
@@ -145,4 +156,6 @@ def test_a_loop_has_the_weights_of_a_run_without_failures(tmp_path: Path, order:
     assert "and is started again" in err
     for state in found:
         for name, value in expected[0].items():
-            torch.testing.assert_close(state[name], value, atol=1e-9, rtol=1e-9, msg=lambda text: f"{name}: {text}")
+            torch.testing.assert_close(
+                state[name], value, atol=1e-9, rtol=1e-9, msg=lambda text: f"{name}: {text}"
+            )
