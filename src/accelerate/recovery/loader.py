@@ -120,6 +120,7 @@ class RecoveryLoader(DataLoaderStateMixin):
                     batch_number, replica = divmod(index, len(self.shards))
                     self._recovery.begin_micro_batch(
                         (self.epoch, batch_number, replica),
+                        is_own=self._shrinks or (index - before) % len(self.shards) == members.index,
                         is_last=is_last,
                         loss_scale=self._loss_scale(index, members),
                     )

@@ -178,6 +178,11 @@ class Membership:
         return True
 
     @property
+    def has_failed(self) -> bool:
+        """True if a collective of the step has failed, so that it is not committed."""
+        return self._manager.errored() is not None
+
+    @property
     def num_committed(self) -> int:
         """Number of steps that are committed."""
         return int(self._manager.current_step())

@@ -105,6 +105,8 @@ class Recovery:
         self._outcome: bool | None = None
         self._has_summed = False  # whether a backward pass of this micro-batch has added up gradients
         self._sums: list[tuple[nn.Parameter, torch.Tensor]] = []  # of the earlier ones, during another one
+        self._states: list[strategies.ModuleState] = []  # of the models, at the beginning of the step
+        self._kept: list[strategies.ModuleState] = []  # at the end of a micro-batch that must not change them
         self._is_behind = False
         self._has_committed = False
         self._num_loaders = self._num_barriers = 0
@@ -112,7 +114,7 @@ class Recovery:
         self._transport: MemberTransport | None = None
         self._requested = dict.fromkeys(REQUESTS, False)  # by this replica group, and not shared yet
         self._shared = dict.fromkeys(REQUESTS, False)
-        self._flags = nn.Parameter(torch.zeros(len(REQUESTS), device=strategy.context.device))
+        self._flags = nn.Parameter(torch.zeros(len(REQUESTS) + 1, device=strategy.context.device))
         self._store = run.connect()
         self._life = self._ask_store(self._read_life)
         is_first = run.replica == 0 and not self._ask_store(self._has_begun)
@@ -215,6 +217,7 @@ class Recovery:
         if self._membership.num_committed == 0:
             self.members = self._begin_together(self.members)
         self._leader.is_leader = self.members.index == 0
+        self._states, self._kept = self._model_states(), []
         if self.members.size != num_before:
             text = f"{self.members.size} of {self.num_replicas} replica groups take the steps"
             record_event("members", text)
@@ -291,14 +294,24 @@ class Recovery:
         self._membership.decline()
         self._is_behind = True
 
-    def begin_micro_batch(self, number: tuple[int, int, int], *, is_last: bool, loss_scale: float) -> None:
+    def _model_states(self) -> list[strategies.ModuleState]:
+        return [strategies.ModuleState(self._strategy.unwrap(model)) for model in self._prepared.models]
+
+    def begin_micro_batch(
+        self, number: tuple[int, int, int], *, is_own: bool, is_last: bool, loss_scale: float
+    ) -> None:
         """Sets the random numbers of a micro-batch, and whether it is the last one of this replica group.
 
         Args:
             number: Pass, batch and replica group to which the micro-batch belongs.
+            is_own: Whether the micro-batch is one of those that this replica group has without a failure.
+                Others leave buffers and attributes of the models unchanged.
             is_last: Whether the optimizer steps after it.
             loss_scale: Factor of its loss, besides that of gradient accumulation.
         """
+        self._restore_kept()
+        if not is_own:
+            self._kept = self._model_states()
         self._loss_scale = loss_scale
         self._has_summed = False
         digest = hashlib.blake2b(repr((self.seed, *number)).encode(), digest_size=8).digest()
@@ -307,6 +320,11 @@ class Recovery:
         self._gradients._set_sync_gradients(is_last)
         if self.begin_window is not None and not (is_first and is_last):
             self.begin_window(is_first=is_first, is_last=is_last)
+
+    def _restore_kept(self) -> None:
+        for state in self._kept:
+            state.restore_values()
+        self._kept = []
 
     def begin_backward(self) -> None:
         """Takes the sums of earlier backward passes of this step, which are not to be added up again."""
@@ -330,7 +348,8 @@ class Recovery:
         if not (self.in_pass and self._gradients.sync_gradients):
             return
         assert self._membership is not None
-        self._flags.grad = self._flags.new_tensor(list(self._requested.values()))
+        num_changed = sum(len(state.changed_buffers) for state in self._states)
+        self._flags.grad = self._flags.new_tensor([*self._requested.values(), num_changed])
         parameters = [*self._trained(), self._flags]
         strategies.sum_gradients(parameters, self._membership.sum, bucket_bytes=BUCKET_BYTES)
         self._has_summed = True
@@ -354,12 +373,16 @@ class Recovery:
         if self._outcome is None:
             assert self._membership is not None
             assert self._loader is not None
+            self._restore_kept()
+            self._share_buffers()
             self._outcome = self._membership.commit()
             if self._outcome:
                 self._loader.advance()
                 self._share_requests()
                 self._note_step(self._membership.num_committed)
             else:
+                for state in self._states:
+                    state.restore_values()
                 logger.info("A replica group has ended. The step is repeated with the same samples.")
         return self._outcome
 
@@ -371,15 +394,34 @@ class Recovery:
             self._store.set(committed_key(self._run.replica), str(num_committed))
         self._has_committed = True
 
-    def _share_requests(self) -> None:
-        """Takes the requests of all members, which were added up with the gradients of the step."""
+    def _share_buffers(self) -> None:
+        """Sends buffers that the step has changed, such as statistics of normalizations, to all members.
+
+        Those of the first member are the ones of its own micro-batches, whoever has ended.
+        """
+        assert self._membership is not None
+        assert self.members is not None
         if self._flags.grad is None:
             raise StateError(
                 "optimizer.step() was called without accelerator.backward(loss) in this step, so gradients "
                 "of the replica groups are not added up. Call accelerator.backward(loss) in place of "
                 "loss.backward()."
             )
-        for name, count in zip(REQUESTS, self._flags.grad.tolist(), strict=True):
+        changed = [buffer for state in self._states for buffer in state.changed_buffers]
+        if self.members.size == 1 or self._membership.has_failed:
+            return
+        if self._flags.grad[-1].item() != len(changed) * self.members.size:
+            raise StateError(
+                "Replica groups have changed different buffers of the models in one step, and cannot share "
+                "them. Change the same buffers in the forward of each batch."
+            )
+        if changed:
+            self._membership.send_from_first(self.members, changed)
+
+    def _share_requests(self) -> None:
+        """Takes the requests of all members, which were added up with the gradients of the step."""
+        assert self._flags.grad is not None
+        for name, count in zip(REQUESTS, self._flags.grad.tolist(), strict=False):
             if count:
                 self._shared[name], self._requested[name] = True, False
 

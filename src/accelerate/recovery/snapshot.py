@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accelerate import torch_private
 from accelerate.strategies import Prepared
@@ -24,7 +24,7 @@ class Shard:
 def capture(prepared: Prepared, scaler: Any) -> dict[str, Any]:
     """Returns the state of the prepared objects on this rank, with shards in place of DTensors."""
     return {
-        "models": [_to_shards(dict(model.state_dict(keep_vars=True))) for model in prepared.models],
+        "models": [_to_shards(_weights_of(model)) for model in prepared.models],
         "optimizers": [_to_shards(optimizer.optimizer.state_dict()) for optimizer in prepared.optimizers],
         "updates": [optimizer.num_updates for optimizer in prepared.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in prepared.schedulers],
@@ -32,6 +32,18 @@ def capture(prepared: Prepared, scaler: Any) -> dict[str, Any]:
         "scaler": None if scaler is None else scaler.state_dict(),
         "custom": [obj.state_dict() for obj in prepared.custom],
         "averages": [average.tensors() for average in prepared.averages],
+    }
+
+
+def _weights_of(model: nn.Module) -> dict[str, Any]:
+    """Returns the weights of a model, and copies of its buffers.
+
+    The state is sent during the next step, whose forwards may change buffers.
+    """
+    state = model.state_dict(keep_vars=True)
+    return {
+        name: value.clone() if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) else value
+        for name, value in state.items()
     }
 
 

@@ -35,6 +35,7 @@ from accelerate.ops import current_transport, is_dtensor
 from accelerate.planning import Policy
 from accelerate.plugins import ActivationCheckpointing
 from accelerate.precision import MixedPrecision
+from accelerate.strategies.module_state import MAX_COPIED, ModuleState
 from accelerate.strategies.request import Context
 
 if TYPE_CHECKING:
@@ -125,80 +126,27 @@ class RepeatedForward:
 
     def __init__(self, forward: RecomputedForward) -> None:
         self._forward = forward
-        self._before: BlockState | None = None
+        self._before: ModuleState | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self._forward.module
         if self._before is None:
-            self._before = BlockState(block)
+            self._before = ModuleState(block)
             outputs = self._forward.run(*args, **kwargs)
-            self._before.check(block)
+            if lost := self._before.lost_buffer:
+                reason = f"a forward of {type(block).__name__} changes its buffer {lost!r} in place"
+                fix = (
+                    f"Assign a new tensor to a buffer of more than {MAX_COPIED} elements, or leave the block "
+                    "out of those that are recomputed"
+                )
+                raise wrong_value("activation checkpointing", type(block).__name__, reason, fix)
             return outputs
-        current = BlockState(block)
-        self._before.restore(copies=True)
+        current = ModuleState(block)
+        self._before.restore_copies()
         try:
             return self._forward.run(*args, **kwargs)
         finally:
-            current.restore()
-
-
-MAX_COPIED = 2**16
-"""Number of elements of the largest buffer that is copied in each forward."""
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""Attributes that each module has, such as its parameters and hooks."""
-
-
-class BlockState:
-    """Attributes of the modules of a block, with the contents of lists and dicts, and its buffers.
-
-    Args:
-        block: The block.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        self._attributes = [(module, _attributes_of(module)) for module in block.modules()]
-        values = [value for _, attributes in self._attributes for value in attributes.values()]
-        self._contents: list[tuple[Any, Any]] = [
-            (value, value.copy()) for value in values if type(value) in (dict, list)
-        ]
-        self._buffers = [
-            (module, name, buffer, buffer._version, buffer.clone() if buffer.numel() <= MAX_COPIED else None)
-            for module in block.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-
-    def check(self, block: nn.Module) -> None:
-        """Raises an error for a buffer that has changed and was not copied."""
-        for module, name, buffer, version, values in self._buffers:
-            if values is None and buffer._version != version:
-                reason = f"a forward of {type(module).__name__} changes its buffer {name!r} in place"
-                fix = (
-                    f"Assign a new tensor to a buffer of more than {MAX_COPIED} elements, or leave "
-                    f"{type(block).__name__} out of the blocks that are recomputed"
-                )
-                raise wrong_value("activation checkpointing", type(block).__name__, reason, fix)
-
-    def restore(self, copies: bool = False) -> None:
-        """Gives the modules these attributes and buffers.
-
-        Args:
-            copies: Whether to give them copies of the buffers, with the values that the buffers had.
-        """
-        for module, attributes in self._attributes:
-            for name in _attributes_of(module).keys() - attributes.keys():
-                del vars(module)[name]
-            vars(module).update(attributes)
-        for value, content in self._contents:
-            value.clear()
-            value.update(content) if isinstance(value, dict) else value.extend(content)
-        for module, name, buffer, _, values in self._buffers:
-            module._buffers[name] = values.clone() if copies and values is not None else buffer
-
-
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Returns the attributes that the class or the user of a module has added."""
-    return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
+            current.restore_objects()
 
 
 def _contexts(save_operators: Any) -> tuple[Any, Any]:

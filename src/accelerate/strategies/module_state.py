@@ -1,0 +1,122 @@
+"""Attributes and buffers of modules before a forward that is computed once more."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+MAX_COPIED = 2**16
+"""Number of elements of the largest buffer whose values are copied."""
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Attributes that each module has, such as its parameters and hooks."""
+
+
+class SavedBuffer(NamedTuple):
+    """Buffer of a module, and a copy of its values unless it is large."""
+
+    module: nn.Module
+    name: str
+    buffer: Tensor
+    version: int
+    values: Tensor | None
+
+    @property
+    def has_new_version(self) -> bool:
+        """True if the module has another tensor now, or torch has noted a change of this one."""
+        return self.module._buffers.get(self.name) is not self.buffer or self.buffer._version != self.version
+
+
+class ModuleState:
+    """Attributes that users add to modules, with the contents of lists and dicts, and buffers.
+
+    Args:
+        module: A module, of which all submodules are included.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes = [(part, _attributes_of(part)) for part in module.modules()]
+        values = [value for _, attributes in self._attributes for value in attributes.values()]
+        self._contents: list[tuple[Any, Any]] = [
+            (value, value.copy()) for value in values if type(value) in (dict, list)
+        ]
+        self._buffers = [
+            SavedBuffer(part, name, buffer, buffer._version, _copy_of(buffer))
+            for part in module.modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        ]
+
+    def _changed(self) -> list[SavedBuffer]:
+        """Returns the buffers that have changed.
+
+        Batch normalization changes its statistics without a new version, but counts its batches with one.
+        """
+        modules = {id(saved.module) for saved in self._buffers if saved.has_new_version}
+        return [
+            saved
+            for saved in self._buffers
+            if saved.has_new_version
+            or (saved.values is not None and id(saved.module) in modules)
+            or (saved.values is not None and not torch.equal(saved.values, saved.buffer))
+        ]
+
+    @property
+    def changed_buffers(self) -> list[Tensor]:
+        """Buffers that the modules have in place of those that have changed."""
+        current = [saved.module._buffers.get(saved.name) for saved in self._changed()]
+        return [buffer for buffer in current if buffer is not None]
+
+    @property
+    def lost_buffer(self) -> str | None:
+        """Name of a buffer that has changed in place and was not copied, or None."""
+        lost = (
+            saved.name
+            for saved in self._buffers
+            if saved.values is None and saved.buffer._version != saved.version
+        )
+        return next(lost, None)
+
+    def restore_objects(self) -> None:
+        """Gives the modules these attributes and tensors, without their values."""
+        self._restore_attributes()
+        for saved in self._buffers:
+            saved.module._buffers[saved.name] = saved.buffer
+
+    def restore_copies(self) -> None:
+        """Gives the modules these attributes, and copies of the buffers with the values that they had.
+
+        Autograd may have saved the buffers themselves.
+        """
+        self._restore_attributes()
+        for saved in self._buffers:
+            values = saved.buffer if saved.values is None else saved.values.clone()
+            saved.module._buffers[saved.name] = values
+
+    @torch.no_grad()
+    def restore_values(self) -> None:
+        """Gives the modules these attributes, tensors and their values."""
+        changed = self._changed()
+        self.restore_objects()
+        for saved in changed:
+            if saved.values is not None:
+                saved.buffer.copy_(saved.values)
+
+    def _restore_attributes(self) -> None:
+        for module, attributes in self._attributes:
+            for name in _attributes_of(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+        for value, content in self._contents:
+            value.clear()
+            value.update(content) if isinstance(value, dict) else value.extend(content)
+
+
+def _copy_of(buffer: Tensor) -> Tensor | None:
+    return buffer.clone() if buffer.numel() <= MAX_COPIED else None
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Returns the attributes that the class or the user of a module has added."""
+    return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
