@@ -39,7 +39,6 @@ def test_a_group_of_one_needs_no_port_and_no_variables() -> None:
     process_group.close_group()
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="this Python makes its locks anew in a fork")
 def test_a_timeout_is_set_in_an_open_group(monkeypatch: pytest.MonkeyPatch) -> None:
     def timeout() -> timedelta:
         return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
@@ -65,6 +64,7 @@ def test_a_timeout_is_set_in_an_open_group(monkeypatch: pytest.MonkeyPatch) -> N
     PartialState(timeout=70 * seconds)  # there is no group
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="this Python makes its locks anew in a fork")
 def test_a_fork_waits_for_threads_of_torch() -> None:
     """The thread runs without the interpreter's lock, as one that drops the tensors of a collective."""
     process_group.open_group(Topology(), hardware_table.CPU)

@@ -422,7 +422,13 @@ def distribute_like(value: Any, like: Tensor) -> Any:
 
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
-    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    shard = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    local = shard.to_local()
+    if local.untyped_storage().nbytes() == local.nbytes:
+        return shard
+    # torch 2.9 returns a view, which keeps the memory of all values.
+    mesh, placements, shape = like.device_mesh, like.placements, value.shape
+    return DTensor.from_local(local.clone(), mesh, placements, shape=shape, stride=value.stride())
 
 
 def send_from_main(model: nn.Module, device: torch.device) -> None:
