@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, torch_private
-from accelerate.base import StateError
+from accelerate.base import StateError, compare_versions
 from accelerate.nested import iterate_tensors
 
 WIDTH = 8
@@ -171,6 +171,10 @@ def experts_planned_and_measured(
     return plan.layout.name, plan.parts.parameters / local_bytes(model.parameters()), plan.peak / peak
 
 
+@pytest.mark.skipif(
+    compare_versions("transformers", "<", "5.23"),
+    reason="models of this transformers have no plan of experts",
+)
 @pytest.mark.parametrize(
     ("family", "mesh", "sharded", "name", "difference"),
     [

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from accelerate.base import ConfigurationError
+from accelerate.base import ConfigurationError, is_torch_version
 from accelerate.commands.estimate import estimate_command, estimate_command_parser
 from accelerate.commands.estimate_sizes import OPTIMIZERS
 
@@ -117,7 +117,15 @@ def test_flags_change_the_parts(llama: str, capsys: pytest.CaptureFixture[str]) 
     assert 2 * half["parameters"] == plain["parameters"]
 
 
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+OLD_ADAGRAD = pytest.mark.skipif(
+    is_torch_version("<", "2.13"), reason="Adagrad of this torch creates its state in its constructor"
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[OLD_ADAGRAD] if name == "adagrad" else []) for name in sorted(OPTIMIZERS)],
+)
 def test_each_optimizer_has_its_state(name: str, factories: str, capsys: pytest.CaptureFixture[str]) -> None:
     from accelerate.commands.model_tensors import Weight
 

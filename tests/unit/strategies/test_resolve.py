@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.base import ConfigurationError
+from accelerate.base import ConfigurationError, is_torch_version
 from accelerate.plugins import ActivationCheckpointing, MegatronLMPlugin
 from accelerate.state import Topology
 from accelerate.strategies import (
@@ -22,6 +22,8 @@ from accelerate.strategies import (
 from accelerate.strategies.deepspeed import DeepSpeed
 from accelerate.strategies.fsdp import Fsdp1, Fsdp2
 from accelerate.strategies.xla import XlaFullyShard, XlaFullySharded, XlaReplicas
+
+HAS_PIPELINES = pytest.mark.skipif(is_torch_version("<", "2.13"), reason="pipelines need torch 2.13")
 
 
 def with_engine(**fields: Any) -> RunRequest:
@@ -73,8 +75,16 @@ def test_each_request_has_one_strategy(asked: RunRequest, size: int, expected: t
         (with_engine(fsdp=FullyShardedDataParallelPlugin()), "deepspeed_plugin and fsdp_plugin both"),
         (request(1, {"ep_size": 2}), "ep_size=2: FSDP 1 shards experts .* fsdp_version=2"),
         (with_engine(mesh={"ep_size": 2}), "ep_size=2: DeepSpeed's engine shards sequences"),
-        (request(None, {"pp_size": 2, "ep_size": 2, "tp_size": 2}), "ep_size=2: with tp_size .* fsdp_plugin"),
-        (request(None, {"pp_size": 2, "cp_size": 2}), "cp_size=2: the stages of a pipeline exchange whole"),
+        pytest.param(
+            request(None, {"pp_size": 2, "ep_size": 2, "tp_size": 2}),
+            "ep_size=2: with tp_size .* fsdp_plugin",
+            marks=HAS_PIPELINES,
+        ),
+        pytest.param(
+            request(None, {"pp_size": 2, "cp_size": 2}),
+            "cp_size=2: the stages of a pipeline exchange whole",
+            marks=HAS_PIPELINES,
+        ),
         (request(2, {"tp_size": 2}), "dp_shard_size=1: fsdp_plugin shards"),
         (request(1, {"tp_size": 2, "dp_shard_size": 2}), "FSDP 1 takes a mesh for hybrid"),
         (request(2, {"dp_replicate_size": 2}), "dp_shard_size=1: fsdp_plugin shards"),
