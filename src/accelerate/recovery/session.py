@@ -244,7 +244,7 @@ class Recovery:
         return members
 
     def _read_life(self) -> int:
-        return int(self._store.get(LIFE))
+        return int(self._store.get(LIFE)) if self._store.check([LIFE]) else 0
 
     def _has_begun(self) -> bool:
         """Returns whether a replica group that has not been started again since has committed a step."""

@@ -59,7 +59,7 @@ class Member:
     def begin_step(self, loader: Any) -> Members:
         return self.members
 
-    def begin_micro_batch(self, number: Any, *, is_last: bool, loss_scale: float) -> None:
+    def begin_micro_batch(self, number: Any, *, is_own: bool, is_last: bool, loss_scale: float) -> None:
         self.numbers.append(number)
         self.scales.append(loss_scale)
         self.is_last = is_last

@@ -9,6 +9,7 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.base import ConfigurationError, StateError
+from accelerate.recovery.membership import Members
 from accelerate.recovery.session import Recovery
 
 
@@ -26,9 +27,15 @@ def test_a_state_is_not_loaded_after_a_step() -> None:
 
 
 def test_a_step_without_backward_of_the_accelerator_is_refused() -> None:
-    flags = torch.nn.Parameter(torch.zeros(2))
+    flags, members = torch.nn.Parameter(torch.zeros(3)), Members(0, 2)
+    recovery = new_recovery(_flags=flags, _membership=object(), members=members)
     with pytest.raises(StateError, match=r"in place of loss\.backward"):
-        new_recovery(_flags=flags)._share_requests()
+        recovery._share_buffers()
+
+
+def test_a_backward_pass_after_a_step_of_the_same_batch_is_refused() -> None:
+    with pytest.raises(StateError, match=r"before the first optimizer\.step"):
+        new_recovery(in_pass=True, _outcome=True).begin_backward()
 
 
 def test_the_number_of_micro_batches_is_not_changed_within_a_pass(states: None) -> None:

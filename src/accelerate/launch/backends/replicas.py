@@ -209,7 +209,6 @@ def _open_run(plan: LaunchPlan, groups: Groups) -> tuple[Any, Any, dict[str, str
         if address is None:
             lighthouse = _open_lighthouse(groups)
             address = f"http://{host}:{lighthouse.address().rpartition(':')[2]}"
-        store.set(LIFE, "0")
         store.set(LIGHTHOUSE, address)
         store.set(environ.RUN_ID, new_run_id())
     variables = {
@@ -307,11 +306,11 @@ def begin_life(store: Any, replicas: int) -> None:
 
     The groups then begin where the script or its checkpoint does, and not where keys of the store say.
     """
-    life = store.get(LIFE).decode()
     if any(store.check([committed_key(replica)]) for replica in range(replicas)):
         return
-    if store.check([begun_key(int(life))]):
-        store.compare_set(LIFE, life, str(int(life) + 1))
+    life = store.get(LIFE).decode() if store.check([LIFE]) else ""
+    if store.check([begun_key(int(life or 0))]):
+        store.compare_set(LIFE, life, str(int(life or 0) + 1))
 
 
 def _ended(code: int) -> str:
