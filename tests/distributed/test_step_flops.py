@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.base import is_torch_version
+from accelerate.base import compare_versions, is_torch_version
 from accelerate.plugins import ActivationCheckpointing
 
 Run = Callable[..., list[Any]]
@@ -49,6 +49,10 @@ def count_llama(mesh: dict[str, int], fsdp: int, recomputes: bool, num_rows: int
     return times.step_flops, times.items
 
 
+@pytest.mark.skipif(
+    compare_versions("transformers", "<", "5.23"),
+    reason="the plan of this transformers leaves the head whole",
+)
 @pytest.mark.parametrize("recomputes", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_counts_of_tensor_parallel_ranks_add_up_to_those_of_one_process(run: Run, recomputes: bool) -> None:
     found = run(count_llama, {"tp_size": 2}, 0, recomputes, 4, processes=2, timeout=180)
