@@ -80,6 +80,25 @@ def test_processes_of_a_notebook_end_with_it(tmp_path: Path) -> None:
     assert processes_after_kill(tmp_path, [sys.executable, str(script)], 2) == []
 
 
+WATCHING = """
+import os, pathlib, subprocess, sys, time
+child = '''
+import os, pathlib, sys, time
+sys.platform = "darwin"
+from accelerate.base import end_with_parent
+end_with_parent(os.getppid())
+pathlib.Path(os.environ["FOLDER"], f"{os.getpid()}.pid").touch()
+time.sleep(300)
+'''
+subprocess.run([sys.executable, "-c", child])
+"""
+
+
+@pytest.mark.slow
+def test_a_process_looks_for_its_parent_where_the_kernel_sends_no_signal(tmp_path: Path) -> None:
+    assert processes_after_kill(tmp_path, [sys.executable, "-c", WATCHING], 1) == []
+
+
 def test_the_next_launch_removes_the_folder_of_a_killed_one(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

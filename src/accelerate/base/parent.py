@@ -16,25 +16,32 @@ _SECONDS = 1.0
 def end_with_parent(parent: int | None) -> None:
     """Ends this process by SIGKILL when its parent has ended.
 
-    On Linux, the kernel sends the signal when the thread that has started this process ends.
+    On Linux, the kernel sends the signal when the thread that has started this process ends. On Windows,
+    nothing is done, because a process keeps the id of a parent that has ended.
 
     Args:
         parent: Process id of the parent, or None, with which nothing is done.
     """
-    if parent is None or sys.platform == "win32":  # where the id of an ended parent stays
-        return
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True, name="parent").start()
-    if not _exists(parent):  # it has ended before
-        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.platform != "win32" and parent is not None:
+        first = os.getppid()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        else:
+            threading.Thread(target=_watch, args=(first,), daemon=True, name="parent").start()
+        if not _exists(parent):  # it ended before
+            _end()
 
 
-def _watch(parent: int) -> None:
-    while _exists(parent):
+def _watch(first: int) -> None:
+    """Ends this process when it has another parent, since the id of an ended one may be in use again."""
+    while os.getppid() == first:
         time.sleep(_SECONDS)
-    os.kill(os.getpid(), signal.SIGKILL)
+    _end()
+
+
+def _end() -> None:
+    if sys.platform != "win32":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _exists(process: int) -> bool:

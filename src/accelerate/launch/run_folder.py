@@ -42,13 +42,12 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Returns whether this process holds the lock of a file now."""
-    if sys.platform == "win32":
-        return False
-    import fcntl
+    """Returns whether this process holds the lock of a file now, which it never does on Windows."""
+    if sys.platform != "win32":
+        import fcntl
 
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return sys.platform != "win32"

@@ -106,7 +106,8 @@ class Recovery:
         self._has_summed = False  # whether a backward pass of this micro-batch has added up gradients
         self._sums: list[tuple[nn.Parameter, torch.Tensor]] = []  # of the earlier ones, during another one
         self._states: list[strategies.ModuleState] = []  # of the models, at the beginning of the step
-        self._kept: list[strategies.ModuleState] = []  # at the end of a micro-batch that must not change them
+        self._kept: list[strategies.ModuleState] = []  # before a micro-batch that must not change the models
+        self._changed: list[strategies.SavedBuffer] = []  # buffers that the step has changed
         self._is_behind = False
         self._has_committed = False
         self._num_loaders = self._num_barriers = 0
@@ -348,8 +349,8 @@ class Recovery:
         if not (self.in_pass and self._gradients.sync_gradients):
             return
         assert self._membership is not None
-        num_changed = sum(len(state.changed_buffers) for state in self._states)
-        self._flags.grad = self._flags.new_tensor([*self._requested.values(), num_changed])
+        self._changed = [saved for state in self._states for saved in state.changed_buffers()]
+        self._flags.grad = self._flags.new_tensor([*self._requested.values(), len(self._changed)])
         parameters = [*self._trained(), self._flags]
         strategies.sum_gradients(parameters, self._membership.sum, bucket_bytes=BUCKET_BYTES)
         self._has_summed = True
@@ -407,9 +408,9 @@ class Recovery:
                 "of the replica groups are not added up. Call accelerator.backward(loss) in place of "
                 "loss.backward()."
             )
-        changed = [buffer for state in self._states for buffer in state.changed_buffers]
         if self.members.size == 1 or self._membership.has_failed:
             return
+        changed = [saved.module.get_buffer(saved.name) for saved in self._changed]
         if self._flags.grad[-1].item() != len(changed) * self.members.size:
             raise StateError(
                 "Replica groups have changed different buffers of the models in one step, and cannot share "

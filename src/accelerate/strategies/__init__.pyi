@@ -32,7 +32,7 @@ from accelerate.strategies.mistakes import (
     find_unrelated_optimizers as find_unrelated_optimizers,
     find_unstepped_models as find_unstepped_models,
 )
-from accelerate.strategies.module_state import ModuleState as ModuleState
+from accelerate.strategies.module_state import ModuleState as ModuleState, SavedBuffer as SavedBuffer
 from accelerate.strategies.recomputation import (
     apply_activation_checkpointing as apply_activation_checkpointing,
     choose_for_step as choose_for_step,

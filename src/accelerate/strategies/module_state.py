@@ -48,7 +48,7 @@ class ModuleState:
             if buffer is not None
         ]
 
-    def _changed(self) -> list[SavedBuffer]:
+    def changed_buffers(self) -> list[SavedBuffer]:
         """Returns the buffers that have changed.
 
         Batch normalization changes its statistics without a new version, but counts its batches with one.
@@ -61,12 +61,6 @@ class ModuleState:
             or (saved.values is not None and id(saved.module) in modules)
             or (saved.values is not None and not torch.equal(saved.values, saved.buffer))
         ]
-
-    @property
-    def changed_buffers(self) -> list[Tensor]:
-        """Buffers that the modules have in place of those that have changed."""
-        current = [saved.module._buffers.get(saved.name) for saved in self._changed()]
-        return [buffer for buffer in current if buffer is not None]
 
     @property
     def lost_buffer(self) -> str | None:
@@ -97,7 +91,7 @@ class ModuleState:
     @torch.no_grad()
     def restore_values(self) -> None:
         """Gives the modules these attributes, tensors and their values."""
-        changed = self._changed()
+        changed = self.changed_buffers()
         self.restore_objects()
         for saved in changed:
             if saved.values is not None:

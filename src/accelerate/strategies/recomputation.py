@@ -9,7 +9,8 @@ Source: https://docs.pytorch.org/docs/stable/checkpoint.html
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, noop_context_fn
 
 from accelerate import planning, torch_private
 from accelerate.base import (
@@ -67,6 +68,9 @@ PRODUCTS = (
 ROUTING = (torch.ops.aten.topk.default,)
 """Operators that choose the experts of tokens, which ranks that exchange tokens must not choose again."""
 
+HOOK_OPTIONS = {"respect_saved_tensors_hooks": False} if is_torch_version(">=", "2.15") else {}
+"""Options of `checkpoint` with contexts. torch 2.15 warns about the default of this one, None."""
+
 
 class RecomputedForward:
     """Callable that runs the forward of a module again in backward instead of keeping its activations.
@@ -81,9 +85,7 @@ class RecomputedForward:
         self.offload = offload
         self.options: dict[str, Any] = {"use_reentrant": False}
         if save_operators is not None:
-            self.options["context_fn"] = partial(_contexts, save_operators)
-            if is_torch_version(">=", "2.15"):
-                self.options["respect_saved_tensors_hooks"] = False  # torch warns about its default, None
+            self.options |= _options_of(partial(_contexts, save_operators))
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -93,12 +95,17 @@ class RecomputedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
-        # A compiled graph updates buffers once.
-        run = self.run if torch.compiler.is_compiling() else RepeatedForward(self)
+        # A graph has no code before and after a recomputation, which only buffers need in it.
+        is_plain = torch.compiler.is_compiling() and next(self.module.buffers(), None) is None
+        options = self.options if is_plain else self._options_with_state()
         if self.offload:
             with save_on_cpu(pin_memory=True):
-                return checkpoint(run, *args, **self.options, **kwargs)
-        return checkpoint(run, *args, **self.options, **kwargs)
+                return checkpoint(self.run, *args, **options, **kwargs)
+        return checkpoint(self.run, *args, **options, **kwargs)
+
+    def _options_with_state(self) -> dict[str, Any]:
+        contexts = partial(_contexts_with_state, self.module, self.options.get("context_fn", noop_context_fn))
+        return {**self.options, **_options_of(contexts)}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward and keeps its activations."""
@@ -114,39 +121,57 @@ class RecomputedForward:
             module.__dict__["forward"] = self.inner
 
 
-class RepeatedForward:
-    """Forward of a recomputed block in one step, which changes the state of the block once.
+def _options_of(context_fn: Callable[[], tuple[Any, Any]]) -> dict[str, Any]:
+    """Returns the options of `checkpoint` for contexts of the forward and of its recomputation."""
+    return {"context_fn": context_fn, **HOOK_OPTIONS}
 
-    Calls after the first are recomputations. They begin with the attributes and buffers from before the first
-    call, and end with those from before the recomputation.
+
+def _contexts_with_state(block: nn.Module, context_fn: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Returns the contexts of `context_fn`, with which a block changes its attributes and buffers once."""
+    before = ModuleState(block)
+    forward, recomputation = context_fn()
+    return _checked_forward(block, before, forward), RestoredState(block, before, recomputation)
+
+
+@contextmanager
+def _checked_forward(block: nn.Module, before: ModuleState, context: Any) -> Iterator[None]:
+    """Raises an error after a forward that has changed a buffer whose values are not known any more."""
+    with context:
+        yield
+    if lost := before.lost_buffer:
+        name = type(block).__name__
+        fix = (
+            f"Assign a new tensor to a buffer of more than {MAX_COPIED} elements, or leave {name} out of the "
+            "blocks that are recomputed"
+        )
+        reason = f"its forward changes its buffer {lost!r} in place"
+        raise wrong_value("activation checkpointing", name, reason, fix)
+
+
+class RestoredState:
+    """Context of recomputations, which begin with the attributes and buffers that the forward began with.
+
+    They end with those from before the recomputation. Buffers are copied outside of the inner context, which
+    may count the operators inside it.
 
     Args:
-        forward: Forward of the block.
+        block: The block.
+        before: State from before its forward.
+        inner: Context of the recomputation.
     """
 
-    def __init__(self, forward: RecomputedForward) -> None:
-        self._forward = forward
-        self._before: ModuleState | None = None
+    def __init__(self, block: nn.Module, before: ModuleState, inner: Any) -> None:
+        self._block, self._before, self._inner = block, before, inner
+        self._current = before
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        block = self._forward.module
-        if self._before is None:
-            self._before = ModuleState(block)
-            outputs = self._forward.run(*args, **kwargs)
-            if lost := self._before.lost_buffer:
-                reason = f"a forward of {type(block).__name__} changes its buffer {lost!r} in place"
-                fix = (
-                    f"Assign a new tensor to a buffer of more than {MAX_COPIED} elements, or leave the block "
-                    "out of those that are recomputed"
-                )
-                raise wrong_value("activation checkpointing", type(block).__name__, reason, fix)
-            return outputs
-        current = ModuleState(block)
+    def __enter__(self) -> None:
+        self._current = ModuleState(self._block)
         self._before.restore_copies()
-        try:
-            return self._forward.run(*args, **kwargs)
-        finally:
-            current.restore_objects()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        self._current.restore_objects()
 
 
 def _contexts(save_operators: Any) -> tuple[Any, Any]:

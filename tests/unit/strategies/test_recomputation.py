@@ -570,9 +570,12 @@ class OfStateful(nn.Module):
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_state_that_a_forward_changes_is_that_without_recomputation(prepared: Any, accumulates: bool) -> None:
+@pytest.mark.parametrize("options", [{"every": 1}, {"save_operators": "matmul"}], ids=str)
+def test_state_that_a_forward_changes_is_that_without_recomputation(
+    prepared: Any, options: dict[str, Any], accumulates: bool
+) -> None:
     results = []
-    for handler in (None, ActivationCheckpointing(every=1)):
+    for handler in (None, ActivationCheckpointing(**options)):
         torch.manual_seed(0)
         accelerator, model = prepared(OfStateful(), handler)
         for _ in range(2):
@@ -583,6 +586,19 @@ def test_state_that_a_forward_changes_is_that_without_recomputation(prepared: An
         results.append(([parameter.grad for parameter in model.parameters()], state, plain))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of dynamo
+def test_a_compiled_model_changes_its_buffers_once(prepared: Any) -> None:
+    found = []
+    for handler in (None, ActivationCheckpointing(every=1)):
+        torch.manual_seed(0)
+        accelerator, model = prepared(OfStateful(), handler, dynamo_backend="aot_eager")
+        accelerator.backward(model(samples()).square().mean())
+        net = accelerator.unwrap_model(model, keep_torch_compile=False)
+        found.append((net.state_dict(), [parameter.grad for parameter in net.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 def test_a_large_buffer_that_changes_in_place_is_refused(prepared: Any) -> None:
@@ -597,7 +613,7 @@ def test_a_large_buffer_that_changes_in_place_is_refused(prepared: Any) -> None:
             return self.linear(x) * self.memory[0]
 
     accelerator, model = prepared(nn.Sequential(Large(), Large()), ActivationCheckpointing(every=1))
-    with pytest.raises(ConfigurationError, match="changes its buffer 'memory' in place"):
+    with pytest.raises(ConfigurationError, match="its forward changes its buffer 'memory' in place"):
         model(samples())
 
 
