@@ -592,9 +592,9 @@ def test_state_that_a_forward_changes_is_that_without_recomputation(
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of dynamo
 def test_a_compiled_model_changes_its_buffers_once(prepared: Any) -> None:
     found = []
-    for handler in (None, ActivationCheckpointing(every=1)):
+    for handler, backend in ((None, None), (ActivationCheckpointing(every=1), "aot_eager")):
         torch.manual_seed(0)
-        accelerator, model = prepared(OfStateful(), handler, dynamo_backend="aot_eager")
+        accelerator, model = prepared(OfStateful(), handler, dynamo_backend=backend)
         accelerator.backward(model(samples()).square().mean())
         net = accelerator.unwrap_model(model, keep_torch_compile=False)
         found.append((net.state_dict(), [parameter.grad for parameter in net.parameters()]))
