@@ -9,6 +9,7 @@ micro-batch has contributed by its `step` are kept until the step at the end of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter, is_
 from typing import NoReturn
 
 import torch
@@ -20,6 +21,7 @@ from accelerate.logging import get_logger
 from accelerate.ops import local_tensor
 
 logger = get_logger(__name__)
+_gradient_of = attrgetter("grad")  # `map` with it runs no bytecode for each parameter
 
 
 class HeldGradients:
@@ -115,7 +117,7 @@ class HeldGradients:
         if self._is_apart:
             return
         if not self._is_first:
-            self._held = [p.grad for p in self._parameters]
+            self._held = list(map(_gradient_of, self._parameters))
             return
         entries = zip(self._parameters, self._held, self._seen, self._versions, strict=True)
         self._held = [  # without gradients from before the window
@@ -175,7 +177,7 @@ class HeldGradients:
         self._parameters = parameters
 
     def _look(self) -> None:
-        self._seen = [p.grad for p in self._parameters]
+        self._seen = list(map(_gradient_of, self._parameters))
         self._versions = torch_private.in_place_versions(self._seen)
         self._is_untouched = True
 
@@ -198,6 +200,8 @@ class HeldGradients:
 
     def _restore(self) -> bool:
         """Sets the gradients that are held where they were removed, and returns whether one was."""
+        if all(map(is_, map(_gradient_of, self._parameters), self._held)):
+            return False
         removed = [(p, held) for p, held in self._reduced if p.grad is None and p.requires_grad]
         for parameter, held in removed:
             parameter.grad = held
@@ -226,6 +230,9 @@ class HeldGradients:
 
     def _has_new(self) -> bool:
         """Returns whether gradients have been added or changed since `_look`."""
+        grads = list(map(_gradient_of, self._parameters))
+        if all(map(is_, grads, self._seen)) and torch_private.in_place_versions(grads) == self._versions:
+            return False
         entries = zip(self._parameters, self._seen, self._versions, strict=True)
         return any(p.grad is not None and _differs(p.grad, seen, version) for p, seen, version in entries)
 
@@ -243,7 +250,7 @@ class HeldGradients:
 
     def _refuse_zeros(self) -> None:
         """Raises if the gradients of the micro-batches before were set to zero in place since `_look`."""
-        if not self._is_untouched:
+        if not self._is_untouched or torch_private.in_place_versions(self._seen) == self._versions:
             return
         entries = zip(self._parameters, self._held, self._seen, self._versions, strict=True)
         changed = [

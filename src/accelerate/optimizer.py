@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache, partial, wraps
+from itertools import chain
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -422,7 +424,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def parameters(self) -> Iterable[torch.Tensor]:
         """Returns an iterator over the parameters of all groups."""
-        return (p for group in self.optimizer.param_groups for p in group["params"])
+        return chain.from_iterable(map(itemgetter("params"), self.optimizer.param_groups))
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

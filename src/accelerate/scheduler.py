@@ -145,10 +145,10 @@ class AcceleratedScheduler:
             return
         is_by_epoch = self._is_by_epoch()
         self.record_call()
-        if any(value is not None for value in (*args, *kwargs.values())):
+        if (args or kwargs) and any(value is not None for value in (*args, *kwargs.values())):
             self.scheduler.step(*args, **kwargs)
             return
-        if not is_by_epoch and (self._was_skipped() or not self.gradient_state.sync_gradients):
+        if not is_by_epoch and (not self.gradient_state.sync_gradients or self._was_skipped()):
             return
         steps = 1 if is_by_epoch else self.steps_per_update
         if steps > 1:
@@ -164,7 +164,10 @@ class AcceleratedScheduler:
         Args:
             updates: The numbers in a checkpoint. By default they are those of this moment.
         """
-        self.updates_at_call = list(updates or ()) or [optimizer.num_updates for optimizer in self.optimizers]
+        if updates:
+            self.updates_at_call = list(updates)
+        else:
+            self.updates_at_call = [optimizer.num_updates for optimizer in self.optimizers]
         self._passes_at_call = [optimizer.last_pass for optimizer in self.optimizers]
 
     def _was_skipped(self) -> bool:
@@ -177,23 +180,16 @@ class AcceleratedScheduler:
         optimizers take turns, is not regarded as one by epoch. The number of updates alone does not show
         that an epoch of one update has ended, but the end of its pass does.
         """
-        num_updates = [
-            now.num_updates - before
-            for now, before in zip(self.optimizers, self.updates_at_call, strict=False)
-        ]
-        num_steps = [
-            number + optimizer.step_was_skipped  # an update, and then one that was skipped
-            for optimizer, number in zip(self.optimizers, num_updates, strict=False)
-            if number
-        ]
-        if min(num_steps, default=0) > 1:
-            return True
-        if self._was_skipped():
-            return False
-        return any(
-            optimizer.last_pass not in (0, before) and self.gradient_state.is_behind(optimizer.last_pass)
-            for optimizer, before in zip(self.optimizers, self._passes_at_call, strict=False)
-        )
+        fewest, has_ended = 0, False  # steps of the optimizers that have any, and whether a pass has ended
+        calls = zip(self.optimizers, self.updates_at_call, self._passes_at_call, strict=False)
+        for optimizer, updates, number in calls:
+            steps = optimizer.num_updates - updates
+            if steps:
+                steps += optimizer.step_was_skipped  # an update, and then one that was skipped
+                fewest = min(fewest, steps) if fewest else steps
+            if optimizer.last_pass and optimizer.last_pass != number:
+                has_ended = has_ended or self.gradient_state.is_behind(optimizer.last_pass)
+        return fewest > 1 or (has_ended and not self._was_skipped())
 
     def get_last_lr(self) -> Any:
         """Returns the last learning rate of each parameter group."""
