@@ -274,3 +274,47 @@ def test_clients_may_set_the_context(run: Run) -> None:
     for seen, enabled in run(replace_the_context):
         assert seen == [["buffer_seq_dims", "buffers", "no_restore_buffers"]]
         assert not enabled
+
+
+def evaluate(config: dict[str, Any] | None, samples: int) -> tuple[torch.Tensor, ...]:
+    """As the Trainer of transformers does: it keeps the labels before the sequences are sharded."""
+    set_seed(0)
+    options = {} if config is None else {"parallelism_config": ParallelismConfig(**config)}
+    accelerator = Accelerator(**options)
+    model = accelerator.prepare(Reader("by module"))
+    found = []
+    loader = accelerator.prepare(DataLoader(texts()[:samples], batch_size=BATCH))
+    for whole in loader:
+        tokens, labels = whole[:, :-1].clone(), whole[:, 1:].clone()
+        labels[0] = -100  # equal in all shards
+        kept, positions = labels.detach(), torch.arange(LENGTH).expand(len(tokens), -1).clone()
+        buffers = [tokens, labels, positions]
+        with torch.no_grad(), accelerator.maybe_context_parallel(buffers, [1, 1, 1], set(buffers)):
+            guesses = model(tokens, positions)
+            # The sum of this rank's part: the mean over the ranks of the axis is that over all tokens.
+            size = 1 if config is None else config["cp_size"]
+            loss = F.cross_entropy(guesses.flatten(0, 1), labels.flatten(), reduction="sum") * size
+        assert torch.equal(kept[1:], whole[1:, 1:])
+        if config is not None and len(whole) > 1:
+            with pytest.raises(StateError, match="of shape \\[2\\] that differs between the 2 ranks"):
+                accelerator.gather_for_metrics(guesses.mean((1, 2)))
+        losses = loss.repeat(len(whole))
+        found.append(accelerator.gather_for_metrics((losses, guesses, labels)))
+        assert torch.equal(accelerator.gather_for_metrics(kept), found[-1][2])
+    return tuple(torch.cat(column) for column in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("samples", [4, 5])
+def test_an_evaluation_has_whole_sequences_and_the_loss_of_all_shards(
+    run: Run, states: None, samples: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        expected = evaluate(None, samples)
+    for found in run(evaluate, {"cp_size": 2}, samples):
+        assert len(found[0]) == samples
+        for mine, theirs in zip(found[:2], expected[:2], strict=True):
+            if samples % BATCH:  # the loss of a padded batch counts its padding
+                mine, theirs = mine[:4], theirs[:4]
+            torch.testing.assert_close(mine, theirs)
+        assert torch.equal(found[2], expected[2])

@@ -19,6 +19,7 @@ from accelerate.base import StateError, wrong_value
 from accelerate.logging import get_logger
 from accelerate.nested import contains_tensor, recursively_apply
 from accelerate.state import GradientState
+from accelerate.strategies import axes
 
 logger = get_logger(__name__)
 
@@ -33,6 +34,8 @@ def gather_for_metrics(gradients: GradientState, data: Any, use_gather_object: b
     loader = batch_owner.find_loader(gradients, data)
     if ops.current_transport().size == 1:
         return _last_samples(data, loader, use_gather_object)
+    if loader is not None and loader.replicates_batches:
+        data = axes.merge_shards(data, loader.read_at)
     return _gather_samples(data, loader, use_gather_object)
 
 

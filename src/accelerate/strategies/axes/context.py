@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from time import perf_counter_ns
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 
-from accelerate import torch_private
-from accelerate.base import ConfigurationError, wrong_value
+from accelerate import ops, torch_private
+from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.devices import of_device
+from accelerate.nested import recursively_apply
 from accelerate.state import services
 from accelerate.strategies.axes.base import Axis
 from accelerate.strategies.axes.masks import (
+    LatestShards,
     ShardedSequences,
     attend,
     check_masks,
@@ -32,6 +35,8 @@ _SEQUENCE_DIM = 2
 CHUNKS = 2
 """Chunks of a sequence on each rank, one from each end, because later positions attend to more positions."""
 
+
+T = TypeVar("T")
 
 _SOFTMAX = (torch.softmax, Tensor.softmax, torch.nn.functional.softmax)
 
@@ -69,7 +74,7 @@ class ContextAxis(Axis):
         context = context_parallel(
             mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=set(no_restore_buffers or ())
         )
-        return _with_checked_attention(context, tensors, dims, mesh.size())
+        return _with_checked_attention(context, tensors, dims, mesh)
 
 
 def _check_buffers(buffers: list[Tensor], dims: list[int], size: int) -> None:
@@ -132,10 +137,16 @@ class _ImportedAttention(TorchFunctionMode):
 
 @contextmanager
 def _with_checked_attention(
-    context: AbstractContextManager[Any], buffers: list[Tensor], dims: list[int], size: int
+    context: AbstractContextManager[Any], buffers: list[Tensor], dims: list[int], mesh: Any
 ) -> Iterator[None]:
-    lengths = {buffer.shape[dim] // size for buffer, dim in zip(buffers, dims, strict=True)}
-    attention = _ImportedAttention(lengths)
+    sizes = frozenset(
+        (dim % buffer.ndim, buffer.shape[dim] // mesh.size())
+        for buffer, dim in zip(buffers, dims, strict=True)
+    )
+    for buffer in buffers:
+        buffer.data = buffer.data.clone()  # torch shards in place, and other views would have parts of both
+    attention = _ImportedAttention({size for _, size in sizes})
+    services.of_process(ShardedSequences).shards = LatestShards(perf_counter_ns(), sizes, mesh)
     with checks_enabled(buffers, dims) as sequences, context, torch_private.attention_replaced(attend):
         with attention:
             yield
@@ -150,6 +161,60 @@ def _with_checked_attention(
 
 def _record_forward(model: nn.Module, args: Any) -> None:
     services.of_process(ShardedSequences).model = type(model).__name__
+
+
+def merge_shards(data: T, batch_at: int) -> T:
+    """Returns the outputs for a batch as one rank with whole sequences computes them.
+
+    Shards of sequences become whole sequences, in their order. A floating-point value that is repeated for
+    each sample, such as a loss, becomes its mean over the ranks of the axis. Called on all ranks.
+
+    Args:
+        data: Tensors in any nesting whose dimension 0 is the batch. Other values are returned unchanged.
+        batch_at: When the batch was read. Outputs are unchanged if no sequence was sharded since then.
+
+    Raises:
+        StateError: A value for each sample differs between the ranks, and is not a shard of a sequence.
+    """
+    shards = services.of_process(ShardedSequences).shards
+    if shards is None or shards.began_at < batch_at:
+        return data
+    leaves: list[Tensor] = []
+    recursively_apply(leaves.append, data)
+    forms = ops.gather_object([[(leaf.shape, leaf.dtype) for leaf in leaves]])
+    if any(form != forms[0] for form in forms):  # objects of any shape
+        return data
+    merged: T = recursively_apply(lambda leaf: _merge_leaf(leaf, shards), data)
+    return merged
+
+
+def _merge_leaf(leaf: Tensor, shards: LatestShards) -> Tensor:
+    if leaf.ndim == 0:
+        return leaf
+    tensors = [torch.empty_like(leaf, memory_format=torch.contiguous_format) for _ in range(shards.mesh.size())]
+    torch.distributed.all_gather(tensors, leaf.detach().contiguous(), group=shards.mesh.get_group())
+    is_equal = all(torch.equal(tensor, tensors[0]) for tensor in tensors)
+    if is_equal and leaf.is_floating_point():
+        return leaf
+    for dim, size in shards.sizes:
+        if leaf.ndim > dim and leaf.shape[dim] == size:
+            return _unshard(tensors, dim)
+    if is_equal:
+        return leaf
+    if leaf.ndim > 1 or not leaf.is_floating_point() or any((t != t[0]).any() for t in tensors):
+        raise StateError(
+            f"gather_for_metrics got a value of shape {list(leaf.shape)} that differs between the "
+            f"{len(tensors)} ranks of context parallelism, which have shards of the same sequences. Pass "
+            f"outputs with the dimension of the sequence, or combine the values of these ranks first: "
+            f"accelerator.gather(value) returns those of all ranks."
+        )
+    return torch.stack(tensors).mean(0)
+
+
+def _unshard(shards: list[Tensor], dim: int) -> Tensor:
+    """Returns whole sequences, of which each rank has a chunk from each end."""
+    pairs = [shard.chunk(CHUNKS, dim) for shard in shards]
+    return torch.cat([first for first, _ in pairs] + [second for _, second in reversed(pairs)], dim)
 
 
 def register_cpu_kernels() -> None:

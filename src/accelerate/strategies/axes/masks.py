@@ -29,6 +29,20 @@ COMPUTED = ("full_attention", "attention", "dense", "sparse", "moe")
 """Kinds of layers in `layer_types` that attend to all positions, or do not compute attention."""
 
 
+class LatestShards(NamedTuple):
+    """Sequences that were sharded in a block.
+
+    Attributes:
+        began_at: When the block began, in nanoseconds of `time.perf_counter_ns`.
+        sizes: Dimension and size of each shard.
+        mesh: Device mesh with one dimension, that of the ranks which have shards of the same sequences.
+    """
+
+    began_at: int
+    sizes: frozenset[tuple[int, int]]
+    mesh: Any
+
+
 class ShardedSequences:
     """Sequences of this process that are sharded now."""
 
@@ -37,6 +51,7 @@ class ShardedSequences:
     checked: dict[tuple[int, ...], Any]  # ids of checked tensors -> the tensors, which are kept alive
     layer: tuple[str, Any] | None = None  # name and config of the attention layer that is in its forward
     model: str | None = None  # class of the model whose forward has run in this block
+    shards: LatestShards | None = None  # of the latest block
 
     def __init__(self) -> None:
         self.checked = {}
