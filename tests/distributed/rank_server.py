@@ -269,6 +269,7 @@ WARNINGS_OF_TORCH = (
     "TypedStorage is deprecated",
     "The epoch parameter in `scheduler.step",
     "Importing .*torchao",
+    "Warning. Profiler clears events at the end of each cycle",
     "Guards may run slower on Python 3.13.0",
     r"the \(type, exc, tb\) signature of throw",
 )

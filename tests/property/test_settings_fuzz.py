@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from accelerate import Accelerator
 from accelerate.accelerator import build_request
@@ -288,6 +288,7 @@ def test_any_command_line_is_explained_or_refused(words: list[str]) -> None:
 
 
 @many(250)
+@example(flag="--tee", text="\ud800")  # its first name is -t
 @given(flag=st.sampled_from([flag for flag in FLAGS if flag.startswith("--")]), text=TEXTS)
 def test_each_flag_is_read_or_named(flag: str, text: str) -> None:
     with environ.clear_environment(), tempfile.TemporaryDirectory() as home:

@@ -81,7 +81,8 @@ def layer(namespace: argparse.Namespace) -> Layer:
         if not _is_set(row, namespace):
             continue
         try:
-            values[name] = row.read(getattr(namespace, name), row.flags[0] if row.flags else name)
+            where = next((flag for flag in row.flags if flag.startswith("--")), name)
+            values[name] = row.read(getattr(namespace, name), where)
         except ValueError as error:
             problems.append(str(error))
     refuse_all(problems)

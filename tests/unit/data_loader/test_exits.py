@@ -42,6 +42,8 @@ for iterator in iterators * 2:
     next(iterator)
 """,
     "profiler": """
+import warnings
+warnings.filterwarnings("ignore", "Warning. Profiler clears events", module="torch")  # torch 2.11
 accelerator, loader = prepared()
 context = accelerator.profile(ProfileKwargs(activities=["cpu"])); context.__enter__()
 """,
