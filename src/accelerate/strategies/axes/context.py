@@ -191,8 +191,9 @@ def merge_shards(data: T, batch_at: int) -> T:
 def _merge_leaf(leaf: Tensor, shards: LatestShards) -> Tensor:
     if leaf.ndim == 0:
         return leaf
-    tensors = [torch.empty_like(leaf, memory_format=torch.contiguous_format) for _ in range(shards.mesh.size())]
-    torch.distributed.all_gather(tensors, leaf.detach().contiguous(), group=shards.mesh.get_group())
+    own = leaf.detach().contiguous()
+    tensors = [torch.empty_like(own) for _ in range(shards.mesh.size())]
+    torch.distributed.all_gather(tensors, own, group=shards.mesh.get_group())
     is_equal = all(torch.equal(tensor, tensors[0]) for tensor in tensors)
     if is_equal and leaf.is_floating_point():
         return leaf

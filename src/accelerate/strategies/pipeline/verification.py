@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, PreparationError, StateError
 from accelerate.devices import of_device
+from accelerate.strategies.axes import whole_experts
 from accelerate.strategies.fsdp import fsdp2_canonicalize_names, named_parameters, whole_tensor
 from accelerate.strategies.pipeline.mean_draws import MeanDraws
 from accelerate.strategies.pipeline.microbatches import (
@@ -240,7 +241,8 @@ class Verification:
                 else:
                     target.copy_(values)
         reference.to(device)
-        copy_settings(pipeline.model.model, reference)
+        with whole_experts([pipeline.model.model]):  # they have another number of experts otherwise
+            copy_settings(pipeline.model.model, reference)
         with restored_generators(pipeline.device):
             yield reference
 
