@@ -26,7 +26,6 @@ from accelerate.base import (
     ConfigurationError,
     convert_bytes,
     convert_file_size_to_int,
-    is_torch_version,
     wrong_value,
 )
 from accelerate.devices import of_device
@@ -68,9 +67,6 @@ PRODUCTS = (
 ROUTING = (torch.ops.aten.topk.default,)
 """Operators that choose the experts of tokens, which ranks that exchange tokens must not choose again."""
 
-HOOK_OPTIONS = {"respect_saved_tensors_hooks": False} if is_torch_version(">=", "2.15") else {}
-"""Options of `checkpoint` with contexts. torch 2.15 warns about the default of this one, None."""
-
 
 class RecomputedForward:
     """Callable that runs the forward of a module again in backward instead of keeping its activations.
@@ -85,7 +81,7 @@ class RecomputedForward:
         self.offload = offload
         self.options: dict[str, Any] = {"use_reentrant": False}
         if save_operators is not None:
-            self.options |= _options_of(partial(_contexts, save_operators))
+            self.options["context_fn"] = partial(_contexts, save_operators)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -105,7 +101,7 @@ class RecomputedForward:
 
     def _options_with_state(self) -> dict[str, Any]:
         contexts = partial(_contexts_with_state, self.module, self.options.get("context_fn", noop_context_fn))
-        return {**self.options, **_options_of(contexts)}
+        return {**self.options, "context_fn": contexts}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward and keeps its activations."""
@@ -119,11 +115,6 @@ class RecomputedForward:
             del module.__dict__["forward"]
         else:
             module.__dict__["forward"] = self.inner
-
-
-def _options_of(context_fn: Callable[[], tuple[Any, Any]]) -> dict[str, Any]:
-    """Returns the options of `checkpoint` for contexts of the forward and of its recomputation."""
-    return {"context_fn": context_fn, **HOOK_OPTIONS}
 
 
 def _contexts_with_state(block: nn.Module, context_fn: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:

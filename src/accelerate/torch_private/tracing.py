@@ -178,6 +178,8 @@ def selective_checkpoint_contexts(policy: Any, keep: Callable[[Any, Any], None])
     """
     create: Callable[[Any], tuple[Any, Any]] = create_selective_checkpoint_contexts
     forward, recomputation = create(policy)
+    # Torch since 2.14 warns if outputs are not offloaded to the CPU where inputs are, unless this is set.
+    forward.respect_saved_tensors_hooks = False
     if "op_output" in inspect.signature(SelectiveCheckpointContext).parameters:  # since torch 2.13
         return forward, recomputation
     return _both(forward, _Outputs(keep)), recomputation
