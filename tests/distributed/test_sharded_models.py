@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
@@ -578,6 +578,22 @@ def test_a_mesh_that_shards_needs_a_plugin_or_a_sharded_model(run: Run) -> None:
 
 def test_a_model_whose_ranks_read_other_batches_than_the_loaders_is_refused(run: Run) -> None:
     run(prepare_late)
+
+
+def prepare_replicated() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    for placements in ([Replicate(), Replicate()], [Replicate(), Shard(0)]):
+        model = nn.Linear(8, 8)
+        weight = distribute_tensor(model.weight.detach(), mesh, placements)
+        model.weight = nn.Parameter(weight)
+        with pytest.raises(PreparationError, match=r"Linear: weight is replicated as a DTensor over ranks"):
+            Accelerator().prepare(model)
+        model.weight.requires_grad_(False)
+        Accelerator().prepare(model)
+
+
+def test_a_parameter_that_is_replicated_over_ranks_with_other_batches_is_refused(run: Run) -> None:
+    run(prepare_replicated, processes=4)
 
 
 EARLY = {"steps": 3, "syncs_early": True}

@@ -200,6 +200,7 @@ class ShardedModel:
         layouts = _gather_layouts(model, list(parameters), managed, mesh)
         batches = _disjoint_groups(model, [layout.same_batch for layout in layouts])
         parts = _disjoint_groups(model, [layout.same_tokens for layout in layouts])
+        _refuse_replicated(model, managed, batches)
         self.loader_mesh = DeviceMesh(
             device_type, torch.tensor(batches), mesh_dim_names=("dp_replicate", "tp")
         )
@@ -377,6 +378,27 @@ def _disjoint_groups(model: nn.Module, found: Sequence[Iterable[Ranks]]) -> list
             f"all {len(found)} ranks into groups of one size."
         )
     return groups
+
+
+def _refuse_replicated(model: nn.Module, managed: Mapping[Tensor, Any], batches: Sequence[Ranks]) -> None:
+    """Raises an error for a parameter that is replicated along a mesh over ranks with different batches.
+
+    DTensor adds up its gradients or leaves them as they are, by the placements of the inputs, and whether
+    the sum has to be divided depends on the loss.
+    """
+    for name, parameter in model.named_parameters():
+        if not (parameter.requires_grad and isinstance(parameter, DTensor)) or parameter in managed:
+            continue
+        mesh = parameter.device_mesh
+        names = mesh.mesh_dim_names or (None,) * mesh.ndim
+        for dim, (axis, placement) in enumerate(zip(names, parameter.placements, strict=True)):
+            ranks = _ranks(mesh, dim)
+            if placement.is_replicate() and axis not in EXPERTS and _count_parts(ranks, batches) > 1:
+                raise PreparationError(
+                    f"{type(model).__name__}: {name} is replicated as a DTensor over ranks {list(ranks)}, "
+                    "which have different batches, and DTensor does not average its gradients. Leave out "
+                    "distribute_module, so that DistributedDataParallel averages them, or use fully_shard."
+                )
 
 
 def _count_parts(ranks: Iterable[int], parts: Sequence[Ranks]) -> int:
