@@ -3,7 +3,7 @@
 `python tests/fuzz/run.py --seeds 0:2000` runs the trials of seeds 0 to 1999 in processes that are forked once
 for each block of trials; `--seed 7` repeats one trial. A difference is printed with its schedule. `--kind`
 chooses what is compared. "resume": interrupted and resumed runs equal those without a break. "loops":
-training loops on several ranks equal plain torch on one process.
+training loops on several ranks equal plain torch on one process. "axes": layouts of models do, or are refused.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import axes
 import loops
 import resume
 
@@ -29,7 +30,7 @@ from distributed import conftest as ranks
 
 BLOCK = 50  # trials whose processes are started together
 SECONDS = 8.0  # for each trial, on average, and as much again for each request
-KINDS: dict[str, Any] = {"resume": resume, "loops": loops}
+KINDS: dict[str, Any] = {"resume": resume, "loops": loops, "axes": axes}
 """Modules with `describe(seed)`, which returns the schedule of a trial as text, and `run(seeds, ask)`, which
 runs trials and returns the difference that each has found by its seed, or an empty string. A module may have
 `outcomes`, a counter of what trials have found that is not a difference."""

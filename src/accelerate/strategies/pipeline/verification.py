@@ -13,6 +13,7 @@ Random functions return their mean meanwhile. The state of the model is restored
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -236,8 +237,7 @@ class Verification:
                     continue
                 filled.add(id(target))
                 if target.is_meta:
-                    parameter = nn.Parameter(values.clone(), requires_grad=name in trained)
-                    torch.utils.swap_tensors(target, parameter)  # type: ignore[no-untyped-call]
+                    _materialize(reference, target, nn.Parameter(values.clone(), requires_grad=name in trained))
                 else:
                     target.copy_(values)
         reference.to(device)
@@ -346,6 +346,17 @@ def _fixed_attributes(model: nn.Module) -> Iterator[Any]:
                 copy.deepcopy(value, {id(each): each for each in model.modules()})
             except Exception:
                 yield value
+
+
+def _materialize(model: nn.Module, target: Tensor, parameter: nn.Parameter) -> None:
+    """Replaces a parameter of a model on the meta device by one with values."""
+    if not weakref.getweakrefs(target):
+        torch.utils.swap_tensors(target, parameter)  # type: ignore[no-untyped-call]
+        return
+    for module in model.modules():  # recurrent layers, which replace their references with their attributes
+        for name, value in list(module._parameters.items()):
+            if value is target:
+                setattr(module, name, parameter)
 
 
 def copy_settings(model: nn.Module, reference: nn.Module) -> None:
