@@ -254,9 +254,7 @@ class Net(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-def loss_of(
-    recipe: Recipe, logits: Tensor, labels: Tensor, mask: Tensor | None, weights: Tensor
-) -> Tensor:
+def loss_of(recipe: Recipe, logits: Tensor, labels: Tensor, mask: Tensor | None, weights: Tensor) -> Tensor:
     """Returns the loss of a batch. `mask` has a value for each token."""
     if recipe.loss == "regression":
         return F.mse_loss(logits[:, 0], labels.to(logits.dtype))

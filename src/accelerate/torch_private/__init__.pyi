@@ -38,6 +38,7 @@ from accelerate.torch_private.loaders import (
 from accelerate.torch_private.modules import (
     WRAPPED as WRAPPED,
     Weights as Weights,
+    call_forward_hooks as call_forward_hooks,
     comm_hooks as comm_hooks,
     count_compilations as count_compilations,
     count_recompilations as count_recompilations,

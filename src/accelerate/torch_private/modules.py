@@ -119,8 +119,27 @@ def replaced_weights(weights: Mapping[nn.Module, Weights]) -> Iterator[None]:
             module.__dict__.update(zip(names, values, strict=True))
 
 
+def call_forward_hooks(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any, source: str
+) -> Any:
+    """Calls some forward hooks of a module whose forward is left out, and returns its outputs after them.
+
+    Args:
+        module: The module.
+        args: Positional arguments of its forward.
+        kwargs: Keyword arguments.
+        outputs: Outputs in place of those of the forward.
+        source: Name of the Python module whose hooks are called.
+    """
+    for key, hook in list(module._forward_hooks.items()):
+        if getattr(hook, "__module__", None) == source:
+            takes_kwargs = key in module._forward_hooks_with_kwargs
+            result = hook(module, args, kwargs, outputs) if takes_kwargs else hook(module, args, outputs)
+            outputs = outputs if result is None else result
+    return outputs
+
+
 def remove_weights(module: nn.Module) -> None:
-    """Sets the parameters and buffers of a module and its submodules to None."""
-    for part in module.modules():
-        for kind in (part._parameters, part._buffers):
-            kind.update(dict.fromkeys(kind))
+    """Sets the parameters and buffers of a module, without its submodules, to None."""
+    for kind in (module._parameters, module._buffers):
+        kind.update(dict.fromkeys(kind))

@@ -1,13 +1,16 @@
 """Split of a model into the stages of a pipeline.
 
-A stage begins at a module that the forward calls once, such as a layer. The modules between two such modules,
-in the order of registration, belong to the earlier stage.
+A stage begins at a module that the forward calls once, such as a layer. The modules between two such modules
+belong to the earlier stage. Modules are in the order in which the code of the forward around them names them,
+and those that it does not name follow the module that was registered before them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from types import CodeType
 
 from torch import nn
 
@@ -41,7 +44,7 @@ class Split:
     """Submodules of a model and its containers, which are the modules around them.
 
     Attributes:
-        submodules: All submodules, in the order of registration.
+        submodules: All submodules, in their order.
         starts: Submodule with which each stage but the first begins.
         containers: Names of the modules that contain submodules. Their forwards run on each stage.
     """
@@ -101,7 +104,7 @@ def _checked(model: nn.Module, num_stages: int, split: Sequence[str]) -> list[st
             f"{num_stages} stages begin at {num_stages - 1} modules, besides the first stage",
             f"Pass {num_stages - 1} names",
         )
-    order = {name: position for position, name in enumerate(names)}
+    order = {name: position for position, name in enumerate(_walk(model, set(names)))}
     if sorted(split, key=order.__getitem__) != list(split) or len(set(split)) < len(split):
         raise wrong_value(
             "split", list(split), "the modules are not in the order of the model", "Sort the names"
@@ -116,11 +119,60 @@ def _checked(model: nn.Module, num_stages: int, split: Sequence[str]) -> list[st
 
 def _layers_of(model: nn.Module, prefix: str = "") -> Iterator[str]:
     """Yields the names of the modules in the outermost lists of a model."""
-    if isinstance(model, _LISTS):
-        yield from (f"{prefix}{name}" for name, _ in model.named_children())
+    if isinstance(model, nn.ModuleList) and _is_called(model):  # such as a list of parametrizations
         return
-    for name, child in model.named_children():
-        yield from _layers_of(child, f"{prefix}{name}.")
+    for name, child in _children_in_order(model):
+        if isinstance(model, _LISTS) and _is_called(child):
+            yield f"{prefix}{name}"
+        else:
+            yield from _layers_of(child, f"{prefix}{name}.")
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Returns whether a module has a forward, which lists of modules have not."""
+    return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
+
+
+def _children_in_order(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns the modules in a module, in the order in which the code of its forward names them."""
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
+    if isinstance(module, _LISTS):
+        return children
+    # A method that the forward calls may return a list of layers before it calls other modules.
+    lists = {name for name, child in children if isinstance(child, _LISTS)}
+    order = {name: position for position, name in enumerate(_names_in(type(module), "forward", lists))}
+    position, positions = -1, []
+    for name, _ in children:
+        position = order.get(name, position)
+        positions.append(position)
+    return [children[i] for i in sorted(range(len(children)), key=positions.__getitem__)]
+
+
+def _names_in(kind: type, method: str, lists: Set[str]) -> list[str]:
+    """Returns the names that the code of a method uses, each once, in their order.
+
+    The methods that it names are replaced by the names that they use, other than those of lists.
+    """
+    names: dict[str, None] = {}
+
+    def add(method: str, seen: Set[str]) -> None:
+        code = getattr(inspect.unwrap(getattr(kind, method)), "__code__", None)
+        for name in () if code is None else _names_in_code(code):
+            if not inspect.isfunction(getattr(kind, name, None)):
+                if not (len(seen) > 1 and name in lists):
+                    names.setdefault(name)
+            elif name not in seen:
+                add(name, seen | {name})
+
+    add(method, {method})
+    return list(names)
+
+
+def _names_in_code(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:  # comprehensions and nested functions
+        if isinstance(constant, CodeType):
+            yield from _names_in_code(constant)
 
 
 def _ancestors(names: Sequence[str]) -> list[str]:
@@ -133,20 +185,18 @@ def _ancestors(names: Sequence[str]) -> list[str]:
 
 
 def _submodule_names(model: nn.Module, containers: Sequence[str]) -> Iterator[str]:
-    """Yields the names of the modules in containers that are no containers, in the order of registration."""
+    """Yields the names of the modules in containers that are no containers, in their order."""
     inner = set(containers)
+    return (name for name in _walk(model, inner) if name not in inner)
 
-    def walk(module: nn.Module, prefix: str) -> Iterator[str]:
-        for child_name, child in module._modules.items():  # named_children() yields a tied module once
-            name = f"{prefix}{child_name}"
-            if child is None:
-                continue
-            if name in inner:
-                yield from walk(child, f"{name}.")
-            else:
-                yield name
 
-    return walk(model, "")
+def _walk(model: nn.Module, containers: Collection[str], prefix: str = "") -> Iterator[str]:
+    """Yields the names of the modules in a model and in containers, tied ones by each of their names."""
+    for child_name, child in _children_in_order(model):
+        name = f"{prefix}{child_name}"
+        yield name
+        if name in containers:
+            yield from _walk(child, containers, f"{name}.")
 
 
 def _balanced(model: nn.Module, candidates: Sequence[str], num_stages: int) -> list[str]:

@@ -25,6 +25,7 @@ from accelerate.strategies.pipeline.tracing import (
     Replacements,
     Trace,
     Tracer,
+    collect_outputs,
     flatten,
     replace_tensors,
     to_zeros,
@@ -83,7 +84,7 @@ class StageRun:
         if call.stage == self.stage or call.outputs is None:
             args, kwargs = replace_tensors(self._received, (args, kwargs))
             return run(*args, **kwargs)
-        return to_zeros(call.outputs, device)
+        return collect_outputs(submodule.module, args, kwargs, to_zeros(call.outputs, device))
 
     def replace_received(self, values: Any) -> Any:
         """Returns nested values with received tensors."""
@@ -203,15 +204,19 @@ class PipelineModel:
             for submodule in split.submodules
             if submodule.has_parameters
         }
-        absent = [submodule for submodule in split.submodules if self._is_absent(submodule)]
+        absent = [submodule for submodule in self._placeholders if self._is_absent(submodule)]
+        present = {part for each in self._placeholders.keys() - absent for part in self._placeholders[each]}
         self._absent = {
-            part: weights for each in absent for part, weights in self._placeholders[each].items()
+            part: weights
+            for each in absent
+            for part, weights in self._placeholders[each].items()
+            if part not in present  # which layers on several stages have in common
         }
         for submodule in split.submodules:
             self._replace_call(submodule)
         _set_call(model, evaluate)
-        for submodule in absent:
-            torch_private.remove_weights(submodule.module)
+        for part in self._absent:
+            torch_private.remove_weights(part)
 
     def _is_absent(self, submodule: Submodule) -> bool:
         return submodule in self._placeholders and not submodule.stages & set(self.own_stages)

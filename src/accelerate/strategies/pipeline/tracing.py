@@ -222,6 +222,7 @@ class Tracer(TorchFunctionMode):
             specs = self._outputs_of(submodule, weights, args, kwargs)
             outputs = to_zeros(specs, self._device)
             self._mark(tensors_in(outputs))
+            outputs = collect_outputs(submodule.module, args, kwargs, outputs)
         self.trace.calls.append(Call(submodule, self.stage, specs))
         return outputs
 
@@ -325,6 +326,15 @@ class Tracer(TorchFunctionMode):
         outputs = replace_tensors(self._received, outputs)
         self._check_stale(tensors_in(outputs), f"the output of {type(self._model).__name__}")
         return self.trace
+
+
+def collect_outputs(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+    """Returns the outputs in place of those of a layer, which models of transformers collect by a hook.
+
+    Other hooks, such as those of statistics, are called on the stage that computes the layer.
+    """
+    source = "transformers.utils.output_capturing"
+    return torch_private.call_forward_hooks(module, args, kwargs, outputs, source)
 
 
 def signature_of(values: Any) -> tuple[Any, ...]:

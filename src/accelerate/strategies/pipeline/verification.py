@@ -237,7 +237,9 @@ class Verification:
                     continue
                 filled.add(id(target))
                 if target.is_meta:
-                    _materialize(reference, target, nn.Parameter(values.clone(), requires_grad=name in trained))
+                    _materialize(
+                        reference, target, nn.Parameter(values.clone(), requires_grad=name in trained)
+                    )
                 else:
                     target.copy_(values)
         reference.to(device)
