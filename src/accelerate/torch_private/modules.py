@@ -106,13 +106,19 @@ def placeholder_weights(module: nn.Module, device: torch.device) -> Weights:
 
 
 @contextmanager
-def replaced_weights(weights: Mapping[nn.Module, Weights]) -> Iterator[None]:
-    """Replaces the parameters and buffers of modules inside the block, in which they run without hooks."""
-    names = ("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
+def replaced_weights(weights: Mapping[nn.Module, Weights], *, has_hooks: bool = False) -> Iterator[None]:
+    """Replaces the parameters and buffers of modules inside the block.
+
+    Args:
+        weights: Parameters and buffers of each module.
+        has_hooks: Whether the modules keep their forward hooks.
+    """
+    names = ("_parameters", "_buffers", *(() if has_hooks else ("_forward_hooks", "_forward_pre_hooks")))
     kept = {module: tuple(module.__dict__[name] for name in names) for module in weights}
     try:
         for module, values in weights.items():
-            module.__dict__.update(zip(names, (*values, OrderedDict(), OrderedDict()), strict=True))
+            replaced = (*values, *(OrderedDict[int, Any]() for _ in names[2:]))
+            module.__dict__.update(zip(names, replaced, strict=True))
         yield
     finally:
         for module, values in kept.items():

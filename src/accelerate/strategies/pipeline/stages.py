@@ -23,11 +23,13 @@ from accelerate.strategies.pipeline.split import Split, Submodule
 from accelerate.strategies.pipeline.tracing import (
     Boundary,
     Replacements,
+    TensorKey,
     Trace,
     Tracer,
     collect_outputs,
     flatten,
     replace_tensors,
+    tensors_in,
     to_zeros,
 )
 
@@ -50,6 +52,13 @@ class StageRun:
     received: Sequence[Tensor]
     _position: int = field(default=0, init=False)
     _received: Replacements = field(default_factory=dict, init=False)
+    _kept: dict[TensorKey, Tensor] = field(default_factory=dict, init=False)
+    _num_functions: int = field(default=0, init=False)  # in the code of containers
+    _is_in_call: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        neighbors = self.trace.boundaries[max(self.stage - 1, 0) : self.stage + 1]
+        self._keys = {key[:2] for boundary in neighbors for key in boundary.keys}
 
     def call(
         self,
@@ -61,6 +70,37 @@ class StageRun:
         kwargs: dict[str, Any],
     ) -> Any:
         """Returns the outputs of a submodule, or zeros if another stage computes it."""
+        self._is_in_call = True
+        try:
+            outputs = self._call(split, device, submodule, run, args, kwargs)
+        finally:
+            self._is_in_call = False
+        self._keep(outputs, is_call=True, number=self._position - 1)
+        return outputs
+
+    def call_function(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Returns the outputs of a function of torch in a forward, with the tensors that were received."""
+        args, kwargs = self.replace_received((args, kwargs))
+        outputs = func(*args, **kwargs)
+        if not self._is_in_call:
+            self._keep(outputs, is_call=False, number=self._num_functions)
+            self._num_functions += 1
+        return outputs
+
+    def _keep(self, outputs: Any, *, is_call: bool, number: int) -> None:
+        if (is_call, number) in self._keys:
+            for index, tensor in enumerate(tensors_in(outputs)):
+                self._kept.setdefault(TensorKey(is_call, number, index), tensor)
+
+    def _call(
+        self,
+        split: Split,
+        device: torch.device,
+        submodule: Submodule,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         position, self._position = self._position, self._position + 1
         calls = self.trace.calls
         if position >= len(calls) or calls[position].submodule is not submodule:
@@ -72,19 +112,21 @@ class StageRun:
         begins = position == 0 or calls[position - 1].stage < call.stage
         if begins and call.stage == self.stage + 1:
             boundary = self.trace.boundaries[self.stage]
-            leaves, _ = flatten(replace_tensors(self._received, (args, kwargs)))
-            raise StageEnd(
-                boundary, [leaves[i] for i in boundary.positions], split.starts[self.stage].names[0]
-            )
+            tensors = self.replace_received(self._tensors_of(boundary, args, kwargs))
+            raise StageEnd(boundary, tensors, split.starts[self.stage].names[0])
         if begins and call.stage == self.stage and self.stage > 0:
-            leaves, _ = flatten((args, kwargs))
-            replaced = [leaves[i] for i in self.trace.boundaries[self.stage - 1].positions]
+            replaced = self._tensors_of(self.trace.boundaries[self.stage - 1], args, kwargs)
             _set_values(replaced, self.received)
             self._received = {id(old): (old, new) for old, new in zip(replaced, self.received, strict=True)}
         if call.stage == self.stage or call.outputs is None:
             args, kwargs = replace_tensors(self._received, (args, kwargs))
             return run(*args, **kwargs)
         return collect_outputs(submodule.module, args, kwargs, to_zeros(call.outputs, device))
+
+    def _tensors_of(self, boundary: Boundary, args: Any, kwargs: Any) -> list[Any]:
+        """Returns the tensors of a boundary, in whose first submodule the forward is."""
+        leaves, _ = flatten((args, kwargs))
+        return [*(leaves[i] for i in boundary.positions), *(self._kept[key] for key in boundary.keys)]
 
     def replace_received(self, values: Any) -> Any:
         """Returns nested values with received tensors."""
@@ -130,8 +172,7 @@ class ReceivedTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = self._stage.replace_received((args, kwargs or {}))
-        return func(*args, **kwargs)
+        return self._stage.call_function(func, args, kwargs or {})
 
 
 class StageEnd(Exception):
@@ -268,7 +309,7 @@ class PipelineModel:
 
     def running(self) -> AbstractContextManager[None]:
         """Returns a context manager in which forwards may read shapes of weights of other stages."""
-        return torch_private.replaced_weights(self._absent)
+        return torch_private.replaced_weights(self._absent, has_hooks=True)
 
     @torch.no_grad()
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:

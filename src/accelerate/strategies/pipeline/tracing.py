@@ -2,13 +2,15 @@
 
 The code of the containers runs with the inputs of a micro-batch. Submodules run on fake tensors, so a trace
 needs neither weights of other stages nor communication. The trace follows which tensors depend on outputs of
-submodules: those among the arguments of the first submodule of a stage are received from the stage before.
+submodules: those among the arguments of the first submodule of a stage are received from the stage before,
+and so are others that later code uses, such as those of skip connections.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -43,15 +45,31 @@ class Call(NamedTuple):
     outputs: Any
 
 
-class Boundary(NamedTuple):
-    """Arguments with which the first submodule of a stage is called.
+class TensorKey(NamedTuple):
+    """Result of a submodule or of a function in the code of containers, which is the same in each forward.
 
     Attributes:
-        positions: Positions of the received tensors among the flattened arguments.
+        is_call: Whether it is the result of a submodule.
+        number: Number of such calls before it in the forward.
+        position: Position among the tensors of the result.
+    """
+
+    is_call: bool
+    number: int
+    position: int
+
+
+class Boundary(NamedTuple):
+    """Tensors that a stage receives from the one before.
+
+    Attributes:
+        positions: Positions of tensors among the flattened arguments of the first submodule.
+        keys: Other tensors, which the code of this stage or of a later one uses.
         specs: Their shapes and dtypes.
     """
 
     positions: tuple[int, ...]
+    keys: tuple[TensorKey, ...]
     specs: tuple[TensorSpec, ...]
 
 
@@ -96,7 +114,7 @@ def restored_attributes(module: nn.Module) -> Iterator[None]:
     kept = [(part, dict(vars(part))) for part in module.modules()]
     values = [value for _, attributes in kept for value in attributes.values()]
     contents: list[tuple[Any, Any]] = [
-        (value, value.copy()) for value in values if type(value) in (dict, list)
+        (value, value.copy()) for value in values if type(value) in (dict, list, OrderedDict)
     ]
     try:
         yield
@@ -178,6 +196,10 @@ class Tracer(TorchFunctionMode):
         self._model, self._split, self._device = model, split, device
         self._placeholders = placeholders
         self._stage_of: dict[int, tuple[Tensor, int]] = {}  # id -> tensor from submodules, and its stage
+        self._key_of: dict[int, TensorKey] = {}
+        self._kept: list[dict[TensorKey, TensorSpec]] = [{} for _ in split.starts]  # of each boundary
+        self._num_functions = 0  # in the code of containers
+        self._is_in_call = False
         self._received: Replacements = {}
         self._outputs: dict[Any, Any] = {}
         self._owners = {
@@ -192,6 +214,15 @@ class Tracer(TorchFunctionMode):
         self, submodule: Submodule, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Returns the outputs of a submodule, which are zeros of the right shapes."""
+        self._is_in_call = True
+        try:
+            return self._call(submodule, run, args, kwargs)
+        finally:
+            self._is_in_call = False
+
+    def _call(
+        self, submodule: Submodule, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         starts = self._split.starts
         if self.stage < len(starts) and submodule is starts[self.stage]:
             self._enter(args, kwargs)
@@ -205,7 +236,7 @@ class Tracer(TorchFunctionMode):
         # Code of containers may pass received tensors to later layers too, such as the output of an encoder.
         args, kwargs = replace_tensors(self._received, (args, kwargs))
         where = f"{submodule.names[0]} on stage {self.stage}"
-        self._check_stale(tensors_in((args, kwargs)), where)
+        self._keep(tensors_in((args, kwargs)), where)
         weights = self._placeholders.get(submodule)
         if weights is not None and self.stage not in submodule.stages:
             raise PreparationError(
@@ -223,6 +254,7 @@ class Tracer(TorchFunctionMode):
             outputs = to_zeros(specs, self._device)
             self._mark(tensors_in(outputs))
             outputs = collect_outputs(submodule.module, args, kwargs, outputs)
+        self._set_keys(tensors_in(outputs), is_call=True, number=len(self.trace.calls))
         self.trace.calls.append(Call(submodule, self.stage, specs))
         return outputs
 
@@ -232,16 +264,12 @@ class Tracer(TorchFunctionMode):
         leaves, _ = flatten((args, kwargs))
         positions = [i for i, leaf in enumerate(leaves) if id(leaf) in self._stage_of]
         sent = [self._received.get(id(leaves[i]), (None, leaves[i]))[1] for i in positions]
-        self._check_stale(sent, f"{start}, with which stage {self.stage + 1} begins")
-        if any(tensor.is_complex() for tensor in sent):
-            raise PreparationError(
-                f"{start}, with which stage {self.stage + 1} begins, is called with a complex tensor, and "
-                "stages exchange no gradients of complex tensors. Pass torch.view_as_real(tensor), or begin "
-                "the stage at another module, in PipelineConfig(split=[...])."
-            )
+        where = f"{start}, with which stage {self.stage + 1} begins,"
+        self._keep(sent, where)
+        _refuse_complex(sent, where)
         self.stage += 1
         specs = [TensorSpec(tensor.shape, tensor.dtype) for tensor in sent]
-        self.trace.boundaries.append(Boundary(tuple(positions), tuple(specs)))
+        self.trace.boundaries.append(Boundary(tuple(positions), (), tuple(specs)))
         received = [to_zeros(spec, self._device) for spec in specs]
         self._mark(received)
         self._received = {
@@ -273,6 +301,7 @@ class Tracer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        number, self._num_functions = self._num_functions, self._num_functions + (not self._is_in_call)
         if any(id(tensor) in self._received for tensor in tensors_in((args, kwargs))):
             args, kwargs = replace_tensors(self._received, (args, kwargs))
             self.trace.uses_received = True
@@ -296,8 +325,10 @@ class Tracer(TorchFunctionMode):
                 "or tie the parameter to one of the module that uses it."
             )
         if followed:
-            self._check_stale(followed, f"{name} on stage {self.stage}")
+            self._keep(followed, f"{name} on stage {self.stage}")
             self._mark(results)
+            if not self._is_in_call:
+                self._set_keys(results, is_call=False, number=number)
         return outputs
 
     # Tensors that depend on submodules
@@ -305,15 +336,27 @@ class Tracer(TorchFunctionMode):
     def _mark(self, tensors: Iterable[Tensor]) -> None:
         self._stage_of.update({id(tensor): (tensor, self.stage) for tensor in tensors})
 
-    def _check_stale(self, tensors: Iterable[Tensor], where: str) -> None:
-        """Raises an error for a tensor of an earlier stage that the stages in between did not pass on."""
-        stages = {self._stage_of[id(tensor)][1] for tensor in tensors if id(tensor) in self._stage_of}
-        if earlier := stages - {self.stage}:
-            raise PreparationError(
-                f"{type(self._model).__name__} cannot be split here: {where} uses a tensor of "
-                f"{_stages(earlier)} that is no argument of the layer with which the stage begins. Begin "
-                "the stage at another module, in PipelineConfig(split=[...])."
-            )
+    def _set_keys(self, tensors: Sequence[Tensor], *, is_call: bool, number: int) -> None:
+        for index, tensor in enumerate(tensors):
+            if id(tensor) in self._stage_of:  # and not the input that a function has returned
+                self._key_of.setdefault(id(tensor), TensorKey(is_call, number, index))
+
+    def _keep(self, tensors: Iterable[Tensor], where: str) -> None:
+        """Lets stages pass on tensors of earlier stages, which code of the current one uses."""
+        for tensor in tensors:
+            _, stage = self._stage_of.get(id(tensor), (tensor, self.stage))
+            if stage == self.stage:
+                continue
+            key = self._key_of.get(id(tensor))
+            if key is None:
+                raise PreparationError(
+                    f"{type(self._model).__name__} cannot be split here: {where} uses a tensor of stage "
+                    f"{stage}, whose origin in the code between layers is not known. Begin the stage at "
+                    "another module, in PipelineConfig(split=[...])."
+                )
+            _refuse_complex([tensor], where)
+            for boundary in self._kept[stage : self.stage]:
+                boundary[key] = TensorSpec(tensor.shape, tensor.dtype)
 
     def finish(self, outputs: Any) -> Trace:
         """Returns the trace of a forward with these outputs."""
@@ -324,8 +367,22 @@ class Tracer(TorchFunctionMode):
                 "stages begin. Name modules that it calls in PipelineConfig(split=[...])."
             )
         outputs = replace_tensors(self._received, outputs)
-        self._check_stale(tensors_in(outputs), f"the output of {type(self._model).__name__}")
-        return self.trace
+        self._keep(tensors_in(outputs), f"the output of {type(self._model).__name__}")
+        trace = self.trace
+        for index, kept in enumerate(self._kept):
+            positions, _, specs = trace.boundaries[index]
+            trace.boundaries[index] = Boundary(positions, tuple(kept), (*specs, *kept.values()))
+            trace.uses_received |= bool(kept)
+        return trace
+
+
+def _refuse_complex(tensors: Iterable[Tensor], where: str) -> None:
+    if any(tensor.is_complex() for tensor in tensors):
+        raise PreparationError(
+            f"{where} uses a complex tensor, and stages exchange no gradients of complex tensors. Pass "
+            "torch.view_as_real(tensor), or begin the stage at another module, in "
+            "PipelineConfig(split=[...])."
+        )
 
 
 def collect_outputs(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:

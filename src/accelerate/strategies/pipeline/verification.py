@@ -361,6 +361,10 @@ def _materialize(model: nn.Module, target: Tensor, parameter: nn.Parameter) -> N
                 setattr(module, name, parameter)
 
 
+_OF_HOOKS = ("_output_capturing_hooks_installed",)
+"""Attributes of transformers that say whether a module has hooks, which its copy installs itself."""
+
+
 def copy_settings(model: nn.Module, reference: nn.Module) -> None:
     """Gives a copy of a model the modes, plain attributes and configuration that the model has now."""
     modules = dict(reference.named_modules(remove_duplicate=False))
@@ -368,7 +372,7 @@ def copy_settings(model: nn.Module, reference: nn.Module) -> None:
         attributes: Any = vars(modules[name]) if name in modules else {}
         for key, value in vars(module).items():
             is_plain = value is None or isinstance(value, (bool, int, float, str))
-            if key in attributes and (is_plain or key == "config"):
+            if key in attributes and key not in _OF_HOOKS and (is_plain or key == "config"):
                 attributes[key] = value
 
 
