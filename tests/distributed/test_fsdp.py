@@ -672,3 +672,46 @@ def test_an_evaluation_changes_nothing_for_gradients_that_the_model_clears(run: 
     for found in run(weights_of_all_evaluations):
         for _, (without, sharded, unsharded) in found:
             assert without == sharded == unsharded
+
+
+class Collecting(Layer):
+    """Adds its output to a list or a dict of the caller."""
+
+    def forward(self, x: torch.Tensor, outputs: Any = None) -> torch.Tensor:
+        x = super().forward(x)
+        if isinstance(outputs, list):
+            outputs.append(x)
+        else:
+            outputs["total"] = outputs.get("total", 0.0) + x
+        return x
+
+
+class Collected(Net):
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.layers, self.kind = nn.ModuleList([Collecting(), Collecting()]), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, outputs = self.enter(x), self.kind()
+        for layer in self.layers:
+            x = layer(x, outputs)
+        return self.leave(x + sum(outputs if self.kind is list else outputs.values()))
+
+
+def refuse_lost_changes() -> None:
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Collecting"],
+    )
+    for kind in (list, dict):
+        model = Accelerator(fsdp_plugin=plugin).prepare(Collected(kind))
+        with pytest.raises(PreparationError, match=f"forward of Collecting changes a {kind.__name__}"):
+            model(torch.ones(2, 3))
+        AcceleratorState._reset_state(reset_partial_state=False)
+    whole = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)).prepare(Collected(list))
+    whole(torch.ones(2, 3))
+
+
+def test_lists_and_dicts_that_a_unit_changes_are_refused(run: Run) -> None:
+    run(refuse_lost_changes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from collections.abc import Callable
@@ -503,8 +504,83 @@ class Reordered(nn.Module):
         return logits
 
 
+class Nested(Reordered):
+    """A net with lists of blocks in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = list(self.blocks)
+        self.blocks = nn.ModuleList([nn.ModuleList(blocks[:2]), nn.ModuleList(blocks[2:])])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.blocks:
+            for block in part:
+                x = torch.tanh(block(x))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Common(Reordered):
+    """A net whose blocks have a module in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        common = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), common) for _ in range(4))
+
+
+class Recurrent(Reordered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.GRU(8, 8, batch_first=True) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unsqueeze(1)
+        for block in self.blocks:
+            x = x + block(x)[0]
+        logits: Tensor = self.head(x[:, -1])
+        return logits
+
+
+class Reversed(Reordered):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+ORDERS = {kind.__name__: kind for kind in (Skipping, Reordered, Nested, Common, Recurrent)}
+
+
+def train_in_order(name: str, schedule: str) -> None:
+    torch.manual_seed(0)
+    model = ORDERS[name]()
+    alone, batch = copy.deepcopy(model), (torch.randn(8, 8), torch.randn(8, 8))
+    handler = PipelineConfig(schedule=schedule, microbatches=4)
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2, pp_handler=handler))
+    model = accelerator.prepare(model)
+    expected = F.mse_loss(alone(batch[0]), batch[1])
+    expected.backward()
+    torch.testing.assert_close(accelerator.forward_backward(model, batch, F.mse_loss), expected.detach())
+    own = dict(model.named_parameters(remove_duplicate=False))
+    assert 0 < len(own) < len(dict(alone.named_parameters(remove_duplicate=False)))
+    for parameter_name, parameter in alone.named_parameters(remove_duplicate=False):
+        if name != "Common" and parameter_name in own:  # whose gradients are added up in the step
+            torch.testing.assert_close(own[parameter_name].grad, parameter.grad, msg=parameter_name)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(batch[0]), alone.eval()(batch[0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [(name, "1f1b") for name in ORDERS] + [(name, "interleaved1f1b") for name in ("Skipping", "Nested")],
+)
+def test_models_of_any_order_train_as_on_one_process(run: Run, name: str, schedule: str) -> None:
+    run(train_in_order, name, schedule, processes=2)
+
+
 def refuse(name: str, split: Any) -> str:
-    model = {"one": nn.Sequential(nn.Linear(8, 8)), "skips": Skipping(), "reordered": Reordered()}[name]
+    model = {"one": nn.Sequential(nn.Linear(8, 8)), "skips": Skipping(), "reversed": Reversed()}[name]
     mesh = ParallelismConfig(pp_size=2, pp_handler=PipelineConfig(split=split, microbatches=2))
     accelerator = Accelerator(cpu=True, parallelism_config=mesh)
     batch = (torch.randn(8, 8), torch.randn(8, 8))
@@ -519,8 +595,7 @@ def refuse(name: str, split: Any) -> str:
     ("name", "split", "expected"),
     [
         ("one", "auto", "Sequential cannot be split into 2 stages"),
-        ("skips", "auto", "add on stage 1 uses a tensor of stage 0"),
-        ("reordered", "auto", "calls head on stage 1, and the module is on stage 0"),
+        ("reversed", "auto", "calls blocks.3 on stage 0, and the module is on stage 1"),
         ("skips", ["blocks.7"], "Skipping has no such modules"),
         ("skips", ["blocks.1", "blocks.2"], "2 stages begin at 1 modules"),
     ],

@@ -3,7 +3,8 @@
 `python tests/fuzz/run.py --seeds 0:2000` runs the trials of seeds 0 to 1999 in processes that are forked once
 for each block of trials; `--seed 7` repeats one trial. A difference is printed with its schedule. `--kind`
 chooses what is compared. "resume": interrupted and resumed runs equal those without a break. "loops":
-training loops on several ranks equal plain torch on one process. "axes": layouts of models do, or are refused.
+training loops on several ranks equal plain torch on one process. "axes": layouts of
+models do, or are refused.
 """
 
 from __future__ import annotations

@@ -93,14 +93,16 @@ class RecomputedForward:
             return self.run(*args, **kwargs)
         # A graph has no code before and after a recomputation, which only buffers need in it.
         is_plain = torch.compiler.is_compiling() and next(self.module.buffers(), None) is None
-        options = self.options if is_plain else self._options_with_state()
+        options = self.options if is_plain else self._options_with_state((args, kwargs))
         if self.offload:
             with save_on_cpu(pin_memory=True):
                 return checkpoint(self.run, *args, **options, **kwargs)
         return checkpoint(self.run, *args, **options, **kwargs)
 
-    def _options_with_state(self) -> dict[str, Any]:
-        contexts = partial(_contexts_with_state, self.module, self.options.get("context_fn", noop_context_fn))
+    def _options_with_state(self, inputs: Any) -> dict[str, Any]:
+        versions = [] if torch.compiler.is_compiling() else _versions_of(inputs)
+        context_fn = self.options.get("context_fn", noop_context_fn)
+        contexts = partial(_contexts_with_state, self.module, context_fn, versions)
         return {**self.options, "context_fn": contexts}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,11 +119,20 @@ class RecomputedForward:
             module.__dict__["forward"] = self.inner
 
 
-def _contexts_with_state(block: nn.Module, context_fn: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+def _versions_of(inputs: Any) -> list[tuple[Tensor, int]]:
+    """Returns the tensors in the inputs of a block, each with the number of its changes in place."""
+    leaves = torch_private.pytree.tree_leaves(inputs)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)]
+    return list(zip(tensors, torch_private.in_place_versions(tensors), strict=True))
+
+
+def _contexts_with_state(
+    block: nn.Module, context_fn: Callable[[], tuple[Any, Any]], versions: Sequence[tuple[Tensor, int]]
+) -> tuple[Any, Any]:
     """Returns the contexts of `context_fn`, with which a block changes its attributes and buffers once."""
     before = ModuleState(block)
     forward, recomputation = context_fn()
-    return _checked_forward(block, before, forward), RestoredState(block, before, recomputation)
+    return _checked_forward(block, before, forward), RestoredState(block, before, recomputation, versions)
 
 
 @contextmanager
@@ -149,13 +160,23 @@ class RestoredState:
         block: The block.
         before: State from before its forward.
         inner: Context of the recomputation.
+        versions: Inputs of the forward, each with the number of its changes in place until then.
     """
 
-    def __init__(self, block: nn.Module, before: ModuleState, inner: Any) -> None:
-        self._block, self._before, self._inner = block, before, inner
+    def __init__(
+        self, block: nn.Module, before: ModuleState, inner: Any, versions: Sequence[tuple[Tensor, int]]
+    ) -> None:
+        self._block, self._before, self._inner, self._versions = block, before, inner, versions
         self._current = before
 
     def __enter__(self) -> None:
+        if any(torch_private.in_place_version(tensor) != version for tensor, version in self._versions):
+            name = type(self._block).__name__
+            reason = (
+                "an input of its forward has been changed in place since then, and a recomputation needs it"
+            )
+            fix = f"Change a copy of the tensor, or leave {name} out of the blocks that are recomputed"
+            raise wrong_value("activation checkpointing", name, reason, fix)
         self._current = ModuleState(self._block)
         self._before.restore_copies()
         self._inner.__enter__()

@@ -647,3 +647,25 @@ def test_other_tensors_may_be_changed_in_place(prepared: Any) -> None:
         accelerator, model = prepared(model, handler)
         found.append(gradients(accelerator, model, samples()))
     torch.testing.assert_close(*found)
+
+
+class Adding(nn.Module):
+    """Adds to a tensor that it gets as a keyword argument, of which torch knows no version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor, *, total: Tensor) -> Tensor:
+        total += hidden
+        return self.linear(hidden) * total
+
+
+def test_an_input_that_is_changed_in_place_is_refused() -> None:
+    layer = nn.ModuleList([Adding()])
+    recompute(layer, list(layer))
+    hidden = torch.ones(2, 4)
+    loss = layer[0](hidden, total=torch.zeros(2, 4)).sum()
+    with pytest.raises(ConfigurationError, match="an input of its forward has been changed in place"):
+        loss.backward()
+    layer[0](hidden, total=torch.zeros(2, 4).requires_grad_().clone())  # and not without a backward pass

@@ -21,6 +21,7 @@ from accelerate.base import PreparationError, listed
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.plugins import bind_policy, find_units, read_policy
+from accelerate.strategies.fsdp.arguments import check_arguments
 from accelerate.strategies.fsdp.exchange import apply_to_shards
 from accelerate.strategies.fsdp.parameters import (
     MainWeights,
@@ -170,6 +171,7 @@ def _shard(
             reshard_after_forward=plugin.reshard_after_forward,
             **options,
         )
+        check_arguments(wrappers.get(unit, unit))
     if accelerator.mixed_precision != "no":  # models return float32 under every mixed precision
         policy = dataclasses.replace(policy, output_dtype=torch.float32)
     # The backward begins with the outermost unit, so it is not freed after forward: None is this default.

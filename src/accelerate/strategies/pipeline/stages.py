@@ -156,8 +156,8 @@ class _Identity(torch.autograd.Function):
         return gradients[0]
 
 
-def _without_leaf(tensor: Tensor) -> Tensor:
-    """Returns a received tensor as one that is no leaf of the graph of autograd."""
+def _identical(tensor: Tensor) -> Tensor:
+    """Returns a tensor as one that is neither a view nor a leaf of the graph of autograd."""
     identity: Callable[[Tensor], Tensor] = _Identity.apply
     return identity(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
@@ -192,11 +192,13 @@ class StageEnd(Exception):
                     f"{list(spec.shape)}: the outputs of a layer have another shape than its trace on fake "
                     "tensors. Split the model at another module, in PipelineConfig(split=[...])."
                 )
-        # FSDP may compute in another dtype than that of the weights in the trace.
-        return tuple(
+        # FSDP may compute in another dtype than that of the weights in the trace. Schedules detach outputs in
+        # place, which views do not allow.
+        sent = (
             tensor.to(spec.dtype).contiguous()
             for tensor, spec in zip(self.tensors, self.boundary.specs, strict=True)
         )
+        return tuple(_identical(tensor) if torch_private.is_view(tensor) else tensor for tensor in sent)
 
 
 class PipelineModel:
@@ -353,7 +355,7 @@ class PipelineModel:
     ) -> Any:
         """Returns the outputs of the model on the last stage, and on others the tensors to send."""
         # Code of the model may change a received tensor in place, which a leaf does not allow.
-        self._run = run = StageRun(stage, trace, [_without_leaf(tensor) for tensor in received])
+        self._run = run = StageRun(stage, trace, [_identical(tensor) for tensor in received])
         try:
             with ReceivedTensors(run) if trace.uses_received else nullcontext():
                 outputs = self.forward(args, kwargs)
