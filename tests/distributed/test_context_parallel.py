@@ -318,3 +318,68 @@ def test_an_evaluation_has_whole_sequences_and_the_loss_of_all_shards(
                 mine, theirs = mine[:4], theirs[:4]
             torch.testing.assert_close(mine, theirs)
         assert torch.equal(found[2], expected[2])
+
+
+class Mixing(Reader):
+    """Combines positions of a sequence by more than attention."""
+
+    def __init__(self, mix: str) -> None:
+        super().__init__("by module")
+        self.kind = mix
+        self.conv, self.recurrent = nn.Conv1d(32, 32, 3), nn.GRU(32, 32, batch_first=True)
+        self.normalize, self.drop = nn.LayerNorm(32), nn.Dropout(0.5)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if self.kind == "own positions":
+            positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        hidden = self.tokens(tokens) + self.positions(positions)
+        heads = [
+            part(hidden).unflatten(-1, (-1, 8)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        ]
+        hidden = hidden + self.mix(self.attend(*heads).transpose(1, 2).flatten(-2))
+        if self.kind == "convolution":
+            hidden = hidden + self.conv(F.pad(hidden.transpose(1, 2), (2, 0))).transpose(1, 2)
+        elif self.kind == "recurrent":
+            hidden = self.recurrent(hidden)[0]
+        elif self.kind == "sum":
+            hidden = hidden + hidden.cumsum(1) / LENGTH
+        elif self.kind == "last":
+            return self.out(hidden[:, -1])
+        elif self.kind == "mean":
+            return self.out(hidden.mean(1))
+        elif self.kind == "shift":
+            hidden = hidden + hidden.roll(1, 1)
+        elif self.kind == "right":
+            hidden = self.drop(self.normalize(hidden))
+        return self.out(hidden)
+
+
+def refuse_mixing(kind: str) -> str:
+    set_seed(0)
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=2))
+    model = accelerator.prepare(Mixing(kind))
+    tokens = torch.stack(texts()[:BATCH])[:, :-1].contiguous()
+    positions = torch.arange(LENGTH).expand(len(tokens), -1).clone()
+    try:
+        with accelerator.maybe_context_parallel([tokens, positions], [1, 1]):
+            if kind == "local positions":
+                positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+            before = torch.get_rng_state()
+            model.eval()(tokens, positions)
+            assert torch.equal(torch.get_rng_state(), before)
+            model.train()(tokens, positions)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "kind", ["convolution", "recurrent", "sum", "last", "mean", "shift", "own positions", "local positions"]
+)
+def test_models_that_combine_positions_in_other_ways_are_refused(run: Run, kind: str) -> None:
+    expected = "counted on each rank" if kind == "local positions" else "than on whole sequences"
+    assert all(expected in found for found in run(refuse_mixing, kind))
+
+
+def test_models_that_combine_positions_by_attention_only_are_accepted(run: Run) -> None:
+    assert run(refuse_mixing, "right") == ["", ""]

@@ -29,12 +29,16 @@ from accelerate.strategies.axes.masks import (
     checks_enabled,
     refuse_own_attention,
 )
+from accelerate.strategies.axes.sequence_check import (
+    CHUNKS,
+    check_forward,
+    dim_of_shard,
+    gather_shards,
+    unshard,
+)
 
 CALL = "accelerator.maybe_context_parallel"
 _SEQUENCE_DIM = 2
-CHUNKS = 2
-"""Chunks of a sequence on each rank, one from each end, because later positions attend to more positions."""
-
 
 T = TypeVar("T")
 
@@ -53,7 +57,7 @@ class ContextAxis(Axis):
     def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
         """Adds hooks that check the attention of a model while sequences are sharded."""
         check_masks(model)
-        model.register_forward_pre_hook(_record_forward)
+        model.register_forward_pre_hook(_Forwards(), with_kwargs=True)
         return model
 
     def split_batch(
@@ -159,8 +163,19 @@ def _with_checked_attention(
             )
 
 
-def _record_forward(model: nn.Module, args: Any) -> None:
-    services.of_process(ShardedSequences).model = type(model).__name__
+class _Forwards:
+    """Hook that records the forward of a model, and compares the first one with sharded sequences."""
+
+    def __init__(self) -> None:
+        self._is_checked = False
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        sequences = services.of_process(ShardedSequences)
+        sequences.model = type(model).__name__
+        is_sharded = sequences.length is not None and sequences.shards is not None
+        if is_sharded and not self._is_checked and not torch.compiler.is_compiling():
+            self._is_checked = True
+            check_forward(model, args, kwargs, sequences)
 
 
 def merge_shards(data: T, batch_at: int) -> T:
@@ -191,15 +206,12 @@ def merge_shards(data: T, batch_at: int) -> T:
 def _merge_leaf(leaf: Tensor, shards: LatestShards) -> Tensor:
     if leaf.ndim == 0:
         return leaf
-    own = leaf.detach().contiguous()
-    tensors = [torch.empty_like(own) for _ in range(shards.mesh.size())]
-    torch.distributed.all_gather(tensors, own, group=shards.mesh.get_group())
+    tensors = gather_shards(leaf, shards)
     is_equal = all(torch.equal(tensor, tensors[0]) for tensor in tensors)
     if is_equal and leaf.is_floating_point():
         return leaf
-    for dim, size in shards.sizes:
-        if leaf.ndim > dim and leaf.shape[dim] == size:
-            return _unshard(tensors, dim)
+    if (dim := dim_of_shard(leaf, shards)) is not None:
+        return unshard(tensors, dim)
     if is_equal:
         return leaf
     if leaf.ndim > 1 or not leaf.is_floating_point() or any((t != t[0]).any() for t in tensors):
@@ -210,12 +222,6 @@ def _merge_leaf(leaf: Tensor, shards: LatestShards) -> Tensor:
             f"accelerator.gather(value) returns those of all ranks."
         )
     return torch.stack(tensors).mean(0)
-
-
-def _unshard(shards: list[Tensor], dim: int) -> Tensor:
-    """Returns whole sequences, of which each rank has a chunk from each end."""
-    pairs = [shard.chunk(CHUNKS, dim) for shard in shards]
-    return torch.cat([first for first, _ in pairs] + [second for _, second in reversed(pairs)], dim)
 
 
 def register_cpu_kernels() -> None:

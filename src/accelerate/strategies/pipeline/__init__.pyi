@@ -1,4 +1,8 @@
-from accelerate.strategies.pipeline.microbatches import arguments_of as arguments_of, loss_of as loss_of
+from accelerate.strategies.pipeline.microbatches import (
+    arguments_of as arguments_of,
+    loss_of as loss_of,
+    restored_generators as restored_generators,
+)
 from accelerate.strategies.pipeline.runner import Pipeline as Pipeline, check_model as check_model
 from accelerate.strategies.pipeline.state import PipelineState as PipelineState
 from accelerate.strategies.pipeline.verification import Verification as Verification

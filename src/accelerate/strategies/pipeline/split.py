@@ -2,12 +2,13 @@
 
 A stage begins at a module that the forward calls once, such as a layer. The modules between two such modules
 belong to the earlier stage. Modules are in the order in which the code of the forward around them names them,
-and those that it does not name follow the module that was registered before them.
+and those that it does not name stay between the modules that were registered before and after them.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from types import CodeType
@@ -140,11 +141,13 @@ def _children_in_order(module: nn.Module) -> list[tuple[str, nn.Module]]:
         return children
     # A method that the forward calls may return a list of layers before it calls other modules.
     lists = {name for name, child in children if isinstance(child, _LISTS)}
-    order = {name: position for position, name in enumerate(_names_in(type(module), "forward", lists))}
-    position, positions = -1, []
-    for name, _ in children:
-        position = order.get(name, position)
-        positions.append(position)
+    order = {name: float(i) for i, name in enumerate(_names_in(type(module), "forward", lists))}
+    known = [order.get(name) for name, _ in children]
+    positions = []
+    for i, own in enumerate(known):
+        before = next((each for each in reversed(known[:i]) if each is not None), -1.0)
+        after = next((each for each in known[i + 1 :] if each is not None), math.inf)
+        positions.append(min(before, after - 0.5) if own is None else own)
     return [children[i] for i in sorted(range(len(children)), key=positions.__getitem__)]
 
 
