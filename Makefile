@@ -70,7 +70,7 @@ mutate: $(VENV)/.test-installed $(VENV)/.mutation-installed ## measure which sma
 chaos: $(VENV)/.test-installed ## train with replica groups that fail at random moments (FAILURES=100; AGAINST=restart or torchft: the same otherwise)
 	$(ONE_THREAD) $(BIN)/python tests/chaos/run.py --failures $(FAILURES) --against $(AGAINST)
 
-fuzz: $(VENV)/.test-installed ## compare interrupted and resumed runs of random schedules with uninterrupted ones, or training loops with plain torch (KIND=loops SEEDS=0:2000)
+fuzz: $(VENV)/.test-installed ## compare interrupted and resumed runs of random schedules with uninterrupted ones, or training loops (KIND=loops SEEDS=0:2000) or layouts of models (KIND=axes SEEDS=0:500) with plain torch
 	$(ONE_THREAD) $(BIN)/python tests/fuzz/run.py --kind $(KIND) --seeds $(SEEDS) --workers $(WORKERS)
 
 check: $(VENV)/.check-installed ## lint, formatting and types

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.base import PreparationError
 
 Run = Callable[..., list[Any]]
 SIZES = {
@@ -132,3 +133,41 @@ def test_one_optimizer_steps_layers_that_are_shared_and_whole_ones(
     (expected,) = run(train_layers, {}, options, str(tmp_path / "one"), processes=1)
     for found in run(train_layers, {"tp_size": 2}, options, str(tmp_path / "two")):
         assert found == pytest.approx(expected, abs=1e-4)
+
+
+def train_adapter(config: dict[str, int] | None, adapter: dict[str, Any]) -> Any:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    lora = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, **adapter)
+    model = peft.get_peft_model(model, lora)
+    options = {} if config is None else {"parallelism_config": ParallelismConfig(**config)}
+    accelerator = Accelerator(cpu=True, **options)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(trained, lr=0.5))
+    except PreparationError as error:
+        return str(error)
+    ids = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+def test_adapters_are_sharded_with_their_layers(run: Run) -> None:
+    pytest.importorskip("peft")
+    ((losses, state),) = run(train_adapter, None, {}, processes=1)
+    for found, weights in run(train_adapter, {"tp_size": 2}, {}, processes=2):
+        assert found == pytest.approx(losses, rel=1e-5)
+        for name, value in weights.items():
+            torch.testing.assert_close(value, state[name], msg=name)
+    for refused in run(train_adapter, {"tp_size": 2}, {"use_dora": True}, processes=2):
+        assert "has an adapter that cannot be sharded" in refused

@@ -26,6 +26,14 @@ def test_loops_on_several_ranks_equal_plain_torch(seeds: str) -> None:
     run_trials("loops", seeds)
 
 
+@pytest.mark.parametrize(
+    "seeds",
+    ["1:2,12:13,85:86", pytest.param("100:160", marks=pytest.mark.slow)],  # a pipeline, shards, sequences
+)
+def test_layouts_equal_one_process_or_are_refused(seeds: str) -> None:
+    run_trials("axes", seeds)
+
+
 def run_trials(kind: str, seeds: str) -> None:
     command = [sys.executable, str(Path(__file__).with_name("run.py")), "--kind", kind, "--seeds", seeds]
     ended = subprocess.run(

@@ -17,6 +17,7 @@ from accelerate.strategies.axes.pipeline import PipelineAxis as PipelineAxis
 from accelerate.strategies.axes.resolve import resolve_axes as resolve_axes
 from accelerate.strategies.axes.tensor import (
     TensorAxis as TensorAxis,
+    check_divisible as check_divisible,
     plan_of as plan_of,
     shard_layers as shard_layers,
 )

@@ -5,14 +5,14 @@ Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from accelerate.base import PreparationError, listed
+from accelerate.base import PreparationError, listed, wrong_value
 from accelerate.logging import get_logger
 from accelerate.strategies.axes.base import Axis
 from accelerate.weights import find_tied_parameters, retie_parameters
@@ -55,8 +55,9 @@ def shard_layers(model: nn.Module, mesh: Any, experts: Collection[nn.Module] = (
     has_axis = mesh is not None and AXIS in mesh.mesh_dim_names and mesh[AXIS].size() > 1
     if not has_axis or any(isinstance(p, DTensor) for p in model.parameters()):
         return
-    tied = find_tied_parameters(model)
-    parallelize_module(model, mesh[AXIS], plan_of(model, experts))
+    tied, plan = find_tied_parameters(model), plan_of(model, experts)
+    check_divisible(model, plan, mesh[AXIS].size())
+    parallelize_module(model, mesh[AXIS], plan)
     retie_parameters(model, tied)
 
 
@@ -101,6 +102,8 @@ def plan_of(model: nn.Module, experts: Collection[nn.Module] = ()) -> dict[str, 
             "`prepare`, such as model.tp_plan = {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, or "
             "set tp_size=1."
         )
+    if prefix := _prefix_of_base(model):
+        plan = {f"{prefix}.{pattern}": style for pattern, style in plan.items()}
     skipped = {module for each in experts for module in each.modules()}
     names = [name for name, module in model.named_modules() if module not in skipped]
     patterns = {pattern: style for pattern, style in plan.items() if style != REPLICATED}
@@ -115,7 +118,12 @@ def plan_of(model: nn.Module, experts: Collection[nn.Module] = ()) -> dict[str, 
         logger.info(
             f"{listed(tied)} share parameters with modules outside of the tp_plan and are replicated."
         )
-    sharded = {name: style for name, style in matched.items() if name not in tied}
+    sharded = dict(
+        part
+        for name, style in matched.items()
+        if name not in tied
+        for part in _parts_of(model.get_submodule(name), name, style)
+    )
     styles = _styles()
     for name, style in sharded.items():
         if isinstance(style, str) and style not in styles:
@@ -124,6 +132,57 @@ def plan_of(model: nn.Module, experts: Collection[nn.Module] = ()) -> dict[str, 
                 f"{', '.join(styles)}. Use one of them, or a torch.distributed.tensor.parallel.ParallelStyle."
             )
     return {name: styles[style]() if isinstance(style, str) else style for name, style in sharded.items()}
+
+
+def check_divisible(model: nn.Module, plan: Mapping[str, Any], size: int) -> None:
+    """Raises an error for attention heads or weights that cannot be divided by a number of ranks."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    kind = type(model).__name__
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    fix = "Use a tp_size that divides it, or leave the layer out of the tp_plan"
+    projections = {name.rpartition(".")[2] for name in plan}
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count % size and projections & {"k_proj", "v_proj", "qkv_proj"}:
+            raise wrong_value("tp_size", size, f"{kind} has {name}={count}, and ranks have whole heads", fix)
+    for name, style in plan.items():
+        module = model.get_submodule(name)
+        dim = {ColwiseParallel: 0, RowwiseParallel: 1}.get(type(style))
+        if isinstance(module, nn.Linear) and dim is not None and module.weight.shape[dim] % size:
+            if dim == 0 and style.output_layouts[0].is_replicate():  # such as a head, which is gathered
+                continue
+            reason = f"{name} of {kind} has a weight of shape {list(module.weight.shape)}"
+            raise wrong_value("tp_size", size, f"{reason}, whose dimension {dim} is sharded", fix)
+
+
+def _prefix_of_base(model: nn.Module) -> str:
+    """Returns the name of the model in a model of peft, whose plan has no such prefix, or an empty name."""
+    adapted: Any = model
+    base = adapted.get_base_model() if hasattr(model, "peft_config") else model
+    return next((name for name, module in model.named_modules() if module is base), "")
+
+
+def _parts_of(module: nn.Module, name: str, style: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the modules to shard in a module of a plan, which is one itself unless it has an adapter.
+
+    The weight of a LoRA adapter that has the sharded dimension of the layer is sharded like it.
+    """
+    if not hasattr(module, "base_layer"):
+        yield name, style
+        return
+    adapter = {"colwise": "lora_B", "rowwise": "lora_A"}.get(str(style).partition("_")[0], "")
+    yield f"{name}.base_layer", style
+    for key in getattr(module, adapter, ()):
+        yield f"{name}.{adapter}.{key}", style
+    known = ("base_layer", "lora_A", "lora_B")
+    others = [key for key, _ in module.named_parameters() if key.partition(".")[0] not in known]
+    if others or not adapter:
+        raise PreparationError(
+            f"{name} has an adapter that cannot be sharded with style {style!r}: {listed(others or [name])}. "
+            "Use LoRA without DoRA on linear layers, leave the layer out of the tp_plan, or set tp_size=1."
+        )
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from accelerate.base import PreparationError
+from accelerate.base import ConfigurationError, PreparationError
 from accelerate.state import PartialState
-from accelerate.strategies.axes import plan_of
+from accelerate.strategies.axes import check_divisible, plan_of
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -73,3 +75,24 @@ def test_tied_modules_stay_whole(caplog: pytest.LogCaptureFixture) -> None:
 def test_invalid_tensor_parallel_plans_are_refused(plan: Any, message: str) -> None:
     with pytest.raises(PreparationError, match=message):
         plan_of(model(plan))
+
+
+@pytest.mark.parametrize(
+    ("plan", "size", "problem"),
+    [
+        ({"layers.*.up": "colwise"}, 3, "tp_size=3: layers.0.up of Module has a weight of shape"),
+        ({"layers.*.down": "rowwise"}, 3, "whose dimension 1 is sharded"),
+        ({"layers.*.up": "colwise", "head": "colwise_rep"}, 2, ""),  # the head is gathered
+    ],
+)
+def test_weights_that_ranks_do_not_divide_are_refused(plan: Any, size: int, problem: str) -> None:
+    net = model(plan)
+    with pytest.raises(ConfigurationError, match=problem) if problem else nullcontext():
+        check_divisible(net, plan_of(net), size)
+
+
+def test_heads_that_ranks_do_not_divide_are_refused() -> None:
+    net = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("q_proj", "k_proj")})
+    net.config, net.tp_plan = SimpleNamespace(num_attention_heads=4, num_key_value_heads=1), {"*": "colwise"}
+    with pytest.raises(ConfigurationError, match="tp_size=2: ModuleDict has num_key_value_heads=1"):
+        check_divisible(net, plan_of(net), 2)
