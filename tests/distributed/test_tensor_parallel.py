@@ -136,6 +136,7 @@ def test_one_optimizer_steps_layers_that_are_shared_and_whole_ones(
 
 
 def train_adapter(config: dict[str, int] | None, adapter: dict[str, Any]) -> Any:
+    warnings.simplefilter("ignore")  # peft reads what transformers deprecates
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

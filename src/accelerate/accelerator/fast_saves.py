@@ -12,6 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from accelerate import accelerator, checkpointing
 from accelerate.accelerator.runtime import Runtime
-from accelerate.base import describe, wrong_value
+from accelerate.base import CheckpointError, describe, wrong_value
 from accelerate.data_loader import BatchObserver
 from accelerate.logging import get_logger
 from accelerate.monitoring import SAVING
@@ -45,10 +46,16 @@ class FastSaves(BatchObserver):
         request: Returns the request for a save of the run as it is now.
         step: Returns `Accelerator.step`.
         durable: Folder of the numbered checkpoints, or None if checkpoints are not numbered.
+        save_durable: Saves the run as it is now to the next numbered checkpoint.
     """
 
     def __init__(
-        self, runtime: Runtime, request: MakeRequest, step: Callable[[], int], durable: Path | None
+        self,
+        runtime: Runtime,
+        request: MakeRequest,
+        step: Callable[[], int],
+        durable: Path | None,
+        save_durable: Callable[[], object],
     ) -> None:
         project = runtime.request.project
         if runtime.strategy.state.has_engines:
@@ -60,8 +67,8 @@ class FastSaves(BatchObserver):
             )
         self._runtime, self._project = runtime, project
         self._request, self._step, self._durable = request, step, durable
+        self._save_durable = save_durable
         self._saved_at = 0  # optimizer steps at the last generation, or at the checkpoint that was loaded
-        self._num_saved = 0
         self._has_space_for: int | None = None  # objects besides models when the space was checked
         self._thread = threading.get_ident()
         name = "" if project.project_dir is None else str(Path(project.project_dir).expanduser().absolute())
@@ -118,14 +125,15 @@ class FastSaves(BatchObserver):
 
         Args:
             is_saved: Whether the caller saves the same state to the project. False writes every
-                `durable_every`-th generation to the project.
+                `durable_every`-th generation of the run to the project.
         """
         with step_clock.phase(SAVING):
-            self.wait()
-            self._saved_at = self._num_updates()
-            self._num_saved += 1
-            every = self._project.durable_every
-            is_durable = not is_saved and every is not None and self._num_saved % every == 0
+            is_saved = self._wait(is_saved=is_saved) or is_saved
+            updates, before = self._num_updates(), self._saved_at
+            self._saved_at = updates
+            interval = self._project.fast_every * (self._project.durable_every or 0)
+            # A count of generations would begin anew in each life of the run.
+            is_durable = not is_saved and interval > 0 and updates // interval > before // interval
             next_durable = max(self._project.iteration, self._num_found) + (is_saved or is_durable)
             saver = self._tier.begin(self._request(), next_durable)
             try:
@@ -153,7 +161,10 @@ class FastSaves(BatchObserver):
         self._project.iteration += 1
 
         def copy_and_commit() -> None:
-            files = written.result()
+            try:
+                files = written.result()
+            except CheckpointError:  # `wait` saves the run in place of it
+                return
             saver = checkpoints.begin(request)
             saver.write(files, threads=1)
             saver.commit(blocked=0.0)
@@ -161,8 +172,27 @@ class FastSaves(BatchObserver):
         checkpoints.background.start(copy_and_commit)
 
     def wait(self) -> None:
-        """Waits until the last generation is complete, or raises its error."""
-        self._tier.background.wait()
+        """Waits until the last generation is complete, and otherwise saves the run to the project.
+
+        Called on all ranks. Without numbered checkpoints it raises the error of the generation.
+        """
+        self._wait(is_saved=False)
+
+    def _wait(self, *, is_saved: bool) -> bool:
+        """Returns whether the run has been saved to the project in place of the last generation."""
+        try:
+            self._tier.background.wait()
+        except CheckpointError as error:  # the same one on all ranks
+            if self._durable is None:
+                raise
+            logger.warning(
+                f"A recent checkpoint could not be written to the fast tier, so the run is saved to "
+                f"{self._durable} now. {error}"
+            )
+            if not is_saved:
+                self._save_durable()
+            return True
+        return False
 
     # Loading
 
@@ -175,7 +205,8 @@ class FastSaves(BatchObserver):
             durable: Sources of the durable checkpoints.
             reader: Reader with the options of the load.
         """
-        self.wait()
+        with suppress(CheckpointError) if self._durable is not None else nullcontext():
+            self._tier.background.wait()
         generations, num_durable = checkpointing.find_generations(self._tier), self._count_durable()
         if self._runtime.recovery is not None:
             common = self._runtime.recovery.held_by_all([generation.state for generation in generations])

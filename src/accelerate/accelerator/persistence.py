@@ -62,7 +62,8 @@ class RunCheckpoints:
         if project.fast_dir is not None:
             durable = _numbered_folder(project) if project.automatic_checkpoint_naming else None
             step = partial(getattr, accumulation, "step")
-            self._fast = accelerator.fast_saves.FastSaves(runtime, self._next_request, step, durable)
+            save = partial(self._save_state, None, True, None)
+            self._fast = accelerator.fast_saves.FastSaves(runtime, self._next_request, step, durable, save)
 
     def check_space(self) -> None:
         """Raises if the folder of recent checkpoints is too small for the prepared objects."""

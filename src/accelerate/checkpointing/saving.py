@@ -169,7 +169,7 @@ class Saver:
         try:
             self._write(payloads, threads)
         except Exception as error:  # raised again by `commit`
-            self._failure = describe(error)
+            self._failure = self._describe(error)
         except BaseException:  # such as KeyboardInterrupt
             self.discard()
             raise
@@ -213,7 +213,10 @@ class Saver:
             self._exchange(summaries)
             failure = ""
             if staging.is_owner:
-                failure = describe_failure(lambda: self._commit_folder(summaries, decision["created"]))
+                try:
+                    self._commit_folder(summaries, decision["created"])
+                except Exception as error:
+                    failure = self._describe(error)
             failures = self._consensus.decide(staging.request.operation, failure, list, WRITE_TIMEOUT)
             raise_failures([(rank, text) for rank, text in enumerate(failures) if text])
         except Exception as error:
@@ -256,6 +259,11 @@ class Saver:
         return summaries, self._consensus.decide(
             self.staging.request.operation, summary, decide, WRITE_TIMEOUT
         )
+
+    def _describe(self, error: Exception) -> str:
+        """Returns the message of an error, with the folder if it names no file, as of a full disk."""
+        names_none = isinstance(error, OSError) and error.errno is not None and error.filename is None
+        return f"{self.staging.folder}: {describe(error)}" if names_none else describe(error)
 
     def abort(self, error: Exception) -> None:
         """Ends the save on a rank that cannot write, and tells the other ranks, which are about to write."""

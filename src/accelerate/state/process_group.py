@@ -445,6 +445,8 @@ def failed() -> bool:
 
 def _close_at_exit() -> None:
     if services.group_owner != os.getpid():
+        if services.closing_process == os.getpid():
+            services.before_close()
         return
     services.before_close()
     if not is_open():

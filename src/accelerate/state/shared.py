@@ -110,6 +110,7 @@ class ProcessServices:
         self.groups_opened = 0  # number of default process groups that this process has opened
         # Process that uses the default group. A fork inherits the group, and does not close it.
         self.group_owner: int | None = None
+        self.closing_process: int | None = None  # which has registered a service that is closed
         # Restart generation that the ranks agreed on, or None if this was not necessary.
         self.generation: str | None = None
         # Functions that return a context for the time in which this rank waits for the others to open the
@@ -140,7 +141,7 @@ class ProcessServices:
 
         Args:
             uses_group: Whether the service is removed when another default process group is opened.
-            close: Called before the default process group is closed.
+            close: Called before the default process group is closed, or at exit without one.
             end: Called when the state is reset.
         """
         self.of_run[kind] = service
@@ -148,6 +149,7 @@ class ProcessServices:
             self._group_users[kind] = None
         if close is not None:
             self._closers[kind] = close
+            self.closing_process = os.getpid()
         if end is not None:
             self._endings[kind] = end
         return service

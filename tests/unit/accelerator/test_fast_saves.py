@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +22,7 @@ from torch.utils.data import DataLoader
 from accelerate import Accelerator
 from accelerate.accelerator.fast_saves import _state_bytes
 from accelerate.base import CheckpointError, ConfigurationError
-from accelerate.checkpointing import fast_tier, manifest
+from accelerate.checkpointing import fast_tier, manifest, saving
 from accelerate.checkpointing.exchange import Transfer
 from accelerate.checkpointing.fast_tier import plan_copies
 from accelerate.checkpointing.nodes import Nodes
@@ -80,6 +83,75 @@ def test_the_newest_generation_is_kept_and_every_nth_one_is_durable(
     train(begin(durable_every=2), 16)
     assert steps_of(tmp_path / "fast") == [15]
     assert steps_of(tmp_path / "project" / "checkpoints") == [6, 12]
+
+
+def test_a_run_that_fails_often_is_durable_after_as_many_steps(
+    begin: Callable[..., Any], tmp_path: Path
+) -> None:
+    for until in (4, 7, 10, 13, 16, 19):
+        run = begin(durable_every=2)
+        if until > 4:
+            run[0].load_state()
+        train(run, until)
+    assert steps_of(tmp_path / "project" / "checkpoints") == [6, 12, 18]
+
+
+def test_a_full_fast_folder_is_named_and_the_project_has_the_run(
+    begin: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    run = begin(durable_every=10)
+    write = saving.Saver._write
+
+    def write_unless_fast(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.staging.request.is_generation:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, *args, **kwargs)
+
+    train(run, 4)
+    monkeypatch.setattr(saving.Saver, "_write", write_unless_fast)
+    train(run, 8)
+    assert str(tmp_path / "fast") in caplog.text
+    assert "No space left on device" in caplog.text
+    assert f"so the run is saved to {tmp_path / 'project' / 'checkpoints'} now" in caplog.text
+    monkeypatch.setattr(saving.Saver, "_write", write)
+    train(run, 12)
+    assert steps_of(tmp_path / "project" / "checkpoints") == [8]
+    assert steps_of(tmp_path / "fast") == [12]
+    resumed = begin()
+    resumed[0].load_state()
+    assert resumed[2].num_updates == 12
+
+
+def test_without_a_project_a_full_fast_folder_is_an_error(
+    begin: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = begin(numbered=False)
+    monkeypatch.setattr(saving.Saver, "_write", fail)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        train(run, 4)
+
+
+def test_a_process_leaves_no_temporary_folder(tmp_path: Path) -> None:
+    program = """
+import sys, torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+project = ProjectConfiguration(sys.argv[1] + "/project", fast_dir=sys.argv[1] + "/fast", fast_every=1)
+accelerator = Accelerator(cpu=True, project_config=project)
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.ones(4, 1))
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for batch in loader:
+    accelerator.backward(model(batch).mean())
+    optimizer.step()
+accelerator.end_training()
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+    assert [path.name for path in (tmp_path / "fast").iterdir()] == ["checkpoint_3"]
 
 
 @pytest.mark.parametrize("until", [7, 11, 20])
