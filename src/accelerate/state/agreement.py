@@ -293,7 +293,8 @@ class StoreConsensus(Consensus):
         except DistError as error:
             raise StateError(
                 f"`{operation}` failed: the store of the process group does not answer ({error}). "
-                "Rank 0 keeps it, and has probably ended: see its output for the cause."
+                "The process that keeps it, rank 0 or the launcher, has probably ended. See its output for "
+                "the cause."
             ) from error
 
     def _decide(self, operation: str, value: Any, reduce_fn: ReduceFunction, timeout: float) -> Any:
@@ -385,7 +386,7 @@ def _format_absence(operation: str, ranks: Sequence[int], timeout: float) -> str
             f"{', '.join(map(str, ranks))} did not arrive."
         )
     return (
-        f"`{operation}` must be called on all processes, and {format_absent_ranks(ranks, timeout)}. Take it "
-        "out of `if accelerator.is_main_process:` and the like; a process that is only late needs a longer "
-        "hang_timeout."
+        f"`{operation}` must be called on all processes, and {format_absent_ranks(ranks, timeout)}. Its "
+        "process or machine may have ended, or it is late and needs a longer hang_timeout, or the script has "
+        "the call in a block such as `if accelerator.is_main_process:`."
     )

@@ -144,7 +144,7 @@ def test_a_lost_store_is_one_error(ranks: list[StoreConsensus], monkeypatch: pyt
         raise dist.DistNetworkError("Connection reset by peer")
 
     monkeypatch.setattr(StoreChannel, "post", fail)
-    with pytest.raises(StateError, match=r"store of the process group does not answer .*Rank 0"):
+    with pytest.raises(StateError, match=r"store of the process group does not answer .*rank 0"):
         ranks[1].decide("save", None, len, 0.05)
 
 
