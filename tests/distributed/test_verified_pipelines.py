@@ -361,3 +361,20 @@ def test_models_that_are_compiled_or_sharded_are_refused_at_prepare(run: Run) ->
         assert "layers.1 of Net are compiled" in compiled
         assert "are compiled" in whole
         assert "sharded before `prepare`" in sharded
+
+
+def train_on_own_batches() -> str:
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2))
+    torch.manual_seed(0)
+    model = accelerator.prepare(Net())
+    torch.manual_seed(accelerator.process_index)
+    batch = (torch.randn(8, 4), torch.randn(8, 4))
+    try:
+        accelerator.forward_backward(model, batch, F.mse_loss)
+    except PreparationError as error:
+        return str(error)
+    return ""
+
+
+def test_batches_that_differ_between_the_ranks_of_a_pipeline_are_refused(run: Run) -> None:
+    assert all("have different batches" in found for found in run(train_on_own_batches, processes=2))

@@ -13,6 +13,7 @@ Random functions return their mean meanwhile. The state of the model is restored
 from __future__ import annotations
 
 import copy
+import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -160,6 +161,7 @@ class Verification:
         Returns:
             Whether they were compared. A loss on one rank that is not finite proves nothing.
         """
+        _check_batches(pipeline, batch)
         batch = _batch_of_first_rank(pipeline, batch)
         parts, whole = _split(pipeline, batch, has_loss=loss_fn is not None, is_sum=is_sum)
         compared = parts[:NUM_COMPARED]
@@ -459,6 +461,23 @@ def _split(
 
 def _without_caches(pipeline: Pipeline, parts: Sequence[MicroBatch]) -> list[MicroBatch]:
     return [part._replace(kwargs=pipeline.without_cache(part.kwargs)) for part in parts]
+
+
+def _check_batches(pipeline: Pipeline, batch: Any) -> None:
+    """Raises an error if the ranks of a pipeline have different batches."""
+    digest = hashlib.sha256()
+    for tensor in tensors_in(batch):
+        digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+        if tensor.layout is torch.strided:
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    gathered: list[Any] = [None] * dist.get_world_size(pipeline.group)
+    dist.all_gather_object(gathered, digest.hexdigest(), group=pipeline.group)
+    if len(set(gathered)) > 1:
+        raise PreparationError(
+            "The ranks of a pipeline have different batches: its first stage would use the inputs of one rank, "
+            "and its last stage the labels of another. Read the batches from a loader of `prepare`, and draw "
+            "random numbers with the same seed on these ranks."
+        )
 
 
 def _batch_of_first_rank(pipeline: Pipeline, batch: Any) -> Any:
