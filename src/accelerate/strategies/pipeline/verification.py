@@ -474,8 +474,8 @@ def _check_batches(pipeline: Pipeline, batch: Any) -> None:
     dist.all_gather_object(gathered, digest.hexdigest(), group=pipeline.group)
     if len(set(gathered)) > 1:
         raise PreparationError(
-            "The ranks of a pipeline have different batches: the first stage would use the inputs of one rank, "
-            "and the last stage the labels of another. Read the batches from a loader of `prepare`, and draw "
+            "The ranks of a pipeline have different batches: the first stage uses the inputs of one rank, "
+            "and the last one the labels of another. Read the batches from a loader of `prepare`, and draw "
             "random numbers with the same seed on these ranks."
         )
 
