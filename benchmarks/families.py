@@ -466,6 +466,33 @@ class TransposedNorm(nn.Module):
         return values.pow(2).mean()
 
 
+class Regression(nn.Module):
+    """A loss of many outputs."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 256), nn.Sigmoid())
+        self.loss = loss
+
+    def forward(self, values: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.layers(values), labels)
+
+
+def regression_batch() -> Batch:
+    return {"values": torch.randn(4000, 16), "labels": torch.rand(4000, 256)}
+
+
+class Orthogonal(nn.Module):
+    """A layer whose weight is the exponential of a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.orthogonal(nn.Linear(256, 256), orthogonal_map="matrix_exp")
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.linear(values).pow(2).mean()
+
+
 MODELS_OF_TORCH: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
     "nn.LSTM": (partial(Recurrent, "LSTM"), text),
     "nn.LSTM bidirectional": (partial(Recurrent, "LSTM", True), text),
@@ -483,6 +510,10 @@ MODELS_OF_TORCH: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] 
     "Packed LSTM": (partial(Packed, "LSTM"), packed),
     "Packed GRU": (partial(Packed, "GRU"), packed),
     "Gradient penalty": (GradientPenalty, lambda: {"values": torch.randn(256, 64)}),
+    "MSE loss": (partial(Regression, nn.functional.mse_loss), regression_batch),
+    "Smooth L1 loss": (partial(Regression, nn.functional.smooth_l1_loss), regression_batch),
+    "Binary cross entropy": (partial(Regression, nn.functional.binary_cross_entropy), regression_batch),
+    "Orthogonal layer": (Orthogonal, lambda: {"values": torch.randn(64, 256)}),
     "Conv3d": (partial(convolutional, 3, (16, 16, 16)), partial(labeled, 4, 3, 16, 16, 16)),
 }
 

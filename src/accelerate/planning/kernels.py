@@ -83,6 +83,8 @@ MEASURED = {
     ),
 }
 """Operators of images whose copies depend on the memory format and the size. They are measured on the CPU."""
+LOSSES, LINEAR_ALGEBRA = ("_loss", "binary_cross_entropy"), ("linalg_", "_linalg_")
+"""Parts of the names of operators with temporary buffers, which are measured on the CPU, too."""
 MAX_ELEMENTS = 2**27
 """Most elements of the first argument of such an operator that runs to measure its copies."""
 
@@ -118,7 +120,7 @@ class Kernels:
         """
         if func not in BATCHED:
             _allocate(self._copied(func, args, result), result)
-            return result
+            return self._with_storage(func, args, result)
         key = (func, *(_hashable(arg) for arg in args))
         if key not in self.known:
             self.known[key] = self._measure(func, args) if self.measures else None
@@ -138,15 +140,30 @@ class Kernels:
         _allocate(buffers, result)
         return result
 
+    def _with_storage(self, func: Any, args: Sequence[Any], result: Any) -> Any:
+        """Returns the result of an operator with the storage of its kernel.
+
+        That of a loss is the tensor that it has reduced.
+        """
+        measured = self.known.get((func, *map(_hashable, args))) if self.measures and _is_loss(func) else None
+        if measured is None or not isinstance(result, Tensor):
+            return result
+        (size,) = measured[1]
+        if size <= result.untyped_storage().nbytes():
+            return result
+        return result.new_empty(size // result.element_size()).as_strided(result.shape, result.stride())
+
     def _copied(self, func: Any, args: Sequence[Any], result: Any) -> int:
-        if self.measures and func in MEASURED and args[0].numel() <= MAX_ELEMENTS:
+        if self.measures and _is_measured(func) and args[0].numel() <= MAX_ELEMENTS:
             key = (func, *(_hashable(arg) for arg in args))
             if key not in self.known:
-                self.known[key] = _run(func, args, args[0].shape[0])
+                self.known[key] = _run(func, args, 0)
             if (measured := self.known[key]) is not None:
                 return round(measured[0])
         if func in COPIED_BYTES:
             return COPIED_BYTES[func](args, result)
+        if _is_loss(func) and isinstance(result, Tensor) and not result.ndim:  # before its reduction
+            return _input_bytes(args, result)
         if self.on_cpu and torch.Tag.pointwise in func.tags:
             return _promoted_bytes(args)
         return 0
@@ -169,6 +186,18 @@ class Kernels:
         first, second = ((buffers, *sizes) for buffers, sizes in (one, two))
         extrapolated = [b + max(0, b - a) * num_steps for a, b in zip(first, second, strict=True)]
         return extrapolated[0], tuple(round(size) for size in extrapolated[1:])
+
+
+def _is_measured(func: Any) -> bool:
+    return func in MEASURED or _is_loss(func) or _name_of(func).startswith(LINEAR_ALGEBRA)
+
+
+def _is_loss(func: Any) -> bool:
+    return any(part in _name_of(func) for part in LOSSES)
+
+
+def _name_of(func: Any) -> str:
+    return getattr(getattr(func, "overloadpacket", None), "__name__", "")
 
 
 def _allocate(size: float, result: Any) -> None:
@@ -219,24 +248,33 @@ def _workspaces(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> tu
 
 
 def _run(func: Any, args: Sequence[Any], size: int) -> Buffers | None:
-    """Runs an operator with zeros for a number of samples.
+    """Runs an operator with zeros, or with random matrices, for a number of samples.
 
     Returns:
-        Its buffers, or None if allocations cannot be recorded.
+        Its buffers, or None if they cannot be recorded.
     """
 
     def zeros(index: int, argument: Any) -> Any:
         if not isinstance(argument, Tensor):
             return argument
         shape = (size, *argument.shape[1:]) if index in BATCHED.get(func, ()) else argument.shape
-        return torch.empty_strided(shape, argument.stride(), dtype=argument.dtype).zero_()
+        values = torch.empty_strided(shape, argument.stride(), dtype=argument.dtype)
+        is_algebra = _name_of(func).startswith(LINEAR_ALGEBRA) and values.is_floating_point()
+        return (
+            values.normal_(0.0, 0.002, generator=torch.Generator().manual_seed(0))
+            if is_algebra
+            else values.zero_()
+        )
 
     def run() -> Any:
         return func(*real)
 
     with torch_private.no_dispatch():
         real = [zeros(index, argument) for index, argument in enumerate(args)]
-        measured = torch_private.peak_on_cpu(run)
+        try:
+            measured = torch_private.peak_on_cpu(run)
+        except RuntimeError:  # zeros may be no lengths or targets of a loss
+            return None
         if measured is None:
             return None
         result, peak = measured

@@ -22,6 +22,8 @@ IN_GATE = [
     "Conv2d channels_last",
     "BatchNorm1d transposed",
     "Gradient penalty",
+    "MSE loss",
+    "Orthogonal layer",
 ]
 
 
