@@ -378,3 +378,27 @@ def train_on_own_batches() -> str:
 
 def test_batches_that_differ_between_the_ranks_of_a_pipeline_are_refused(run: Run) -> None:
     assert all("have different batches" in found for found in run(train_on_own_batches, processes=2))
+
+
+def train_on_late_labels() -> str:
+    torch.manual_seed(0)
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(pp_size=2, pp_handler=PipelineConfig(microbatches=4)),
+    )
+    model = accelerator.prepare(Net())
+    labels = torch.arange(8) % 4
+    for number in range(3):
+        if number == 2:  # a batch whose loss is not compared otherwise
+            labels[5:] = -100
+        try:
+            accelerator.forward_backward(model, (torch.randn(8, 4), labels), F.cross_entropy)
+        except PreparationError as error:
+            return f"{number}: {error}"
+    return ""
+
+
+def test_labels_that_are_ignored_in_a_later_batch_are_refused(run: Run) -> None:
+    for found in run(train_on_late_labels, processes=2):
+        assert found.startswith("2: ")
+        assert "mean" in found

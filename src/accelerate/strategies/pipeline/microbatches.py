@@ -130,6 +130,36 @@ Shares = list[float]
 """Share of each micro-batch in the labels of a batch."""
 
 
+def differ_in_labels(parts: Sequence[MicroBatch]) -> bool:
+    """Returns whether micro-batches of one size have different numbers of labels that are not -100."""
+    return len({part.size for part in parts}) == 1 and len(set(_counts_of_labels(parts))) > 1
+
+
+def pair_to_compare(parts: Sequence[MicroBatch]) -> set[int]:
+    """Returns the indices of two micro-batches, with the fewest and the most labels that are not -100."""
+    counts = _counts_of_labels(parts)
+    indices = range(len(parts))
+    fewest, most = min(indices, key=counts.__getitem__), max(indices, key=counts.__getitem__)
+    return {fewest, most} if fewest != most else {0, 1}
+
+
+def _counts_of_labels(parts: Sequence[MicroBatch]) -> list[int]:
+    """Returns the number of integers other than -100 in the target of each micro-batch."""
+    leaves = [torch_private.pytree.tree_leaves(part.target) for part in parts]
+    counts = [
+        sum((leaf != -100).sum() for leaf in each if isinstance(leaf, Tensor) and _has_labels(leaf))
+        for each in leaves
+    ]
+    if not any(isinstance(count, Tensor) for count in counts):
+        return [0] * len(parts)
+    numbers: list[int] = torch.stack([torch.as_tensor(count) for count in counts]).tolist()
+    return numbers
+
+
+def _has_labels(leaf: Tensor) -> bool:
+    return leaf.dtype in (torch.int32, torch.int64) and leaf.ndim > 0
+
+
 def shares_of_labels(microbatches: Sequence[MicroBatch]) -> tuple[Shares, Shares] | None:
     """Returns the shares in all labels, and in those after the first of each sample.
 

@@ -24,8 +24,10 @@ from accelerate.strategies.pipeline.microbatches import (
     LossFunction,
     MicroBatch,
     check_loss,
+    differ_in_labels,
     loss_of,
     merge_outputs,
+    pair_to_compare,
     shares_of_labels,
     split_batch,
     split_into_microbatches,
@@ -160,6 +162,8 @@ class Pipeline:
         microbatches = split_into_microbatches(
             self.model.model, batch, self.count, has_loss=loss_fn is not None, is_sum=is_sum
         )
+        # A mean over labels that are not ignored weights micro-batches by their number.
+        is_checked = is_checked or (loss_fn is not None and not is_sum and differ_in_labels(microbatches))
         losses: list[Tensor] = []
         finish = self.finisher(microbatches, loss_fn, scale, losses, is_sum=is_sum, is_checked=is_checked)
         self._set_summed_aside()
@@ -192,6 +196,7 @@ class Pipeline:
         """
         first: list[Computed] = []
         weigh = self._weighing(microbatches)
+        compared = pair_to_compare(microbatches) if loss_fn is not None and is_checked else ()
 
         def finish(outputs: Any, index: int) -> Tensor:
             part = microbatches[index]
@@ -205,7 +210,7 @@ class Pipeline:
             if not weight:
                 return scale(zero_loss(outputs))
             losses.append(weight * loss.detach().float())
-            if loss_fn is not None and is_checked and len(first) < 2:
+            if loss_fn is not None and index in compared:
                 first.append(Computed(part, _detached(outputs), loss.detach()))
                 if len(first) == 2:
                     check_loss(first, loss_fn, is_sum)
