@@ -40,7 +40,9 @@ def train(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch: lis
         for _ in range(2 * accelerator.gradient_accumulation_steps):
             tracker.reset_mod_stats()
             with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, batch))
+                loss = loss_of(model, batch)
+                accelerator.backward(loss)
+                del loss  # whose storage is that of all differences
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
