@@ -542,6 +542,24 @@ class Recurrent(Reordered):
         return logits
 
 
+class Chained(nn.Module):
+    """A net whose code names its modules from the last to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, 8)
+        self.blocks, self.norm = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), nn.LayerNorm(8)
+        self.head = nn.Linear(8, 8)
+
+    def features(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.norm(self.blocks(self.enter(x)))
+        return hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.features(x))
+        return logits
+
+
 class Reversed(Reordered):
     def forward(self, x: Tensor) -> Tensor:
         for block in reversed(self.blocks):
@@ -549,7 +567,7 @@ class Reversed(Reordered):
         return x
 
 
-ORDERS = {kind.__name__: kind for kind in (Skipping, Reordered, Nested, Common, Recurrent)}
+ORDERS = {kind.__name__: kind for kind in (Skipping, Reordered, Nested, Common, Recurrent, Chained)}
 
 
 def train_in_order(name: str, schedule: str) -> None:

@@ -7,6 +7,7 @@ and those that it does not name stay between the modules that were registered be
 
 from __future__ import annotations
 
+import dis
 import inspect
 import math
 from collections.abc import Collection, Iterator, Sequence, Set
@@ -141,7 +142,9 @@ def _children_in_order(module: nn.Module) -> list[tuple[str, nn.Module]]:
         return children
     # A method that the forward calls may return a list of layers before it calls other modules.
     lists = {name for name, child in children if isinstance(child, _LISTS)}
-    order = {name: float(i) for i, name in enumerate(_names_in(type(module), "forward", lists))}
+    lines = _lines_of_names(type(module), "forward", lists)
+    ranks = {line: float(i) for i, line in enumerate(sorted(set(lines.values())))}
+    order = {name: ranks[line] for name, line in lines.items()}
     known = [order.get(name) for name, _ in children]
     positions = []
     for i, own in enumerate(known):
@@ -151,28 +154,34 @@ def _children_in_order(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [children[i] for i in sorted(range(len(children)), key=positions.__getitem__)]
 
 
-def _names_in(kind: type, method: str, lists: Set[str]) -> list[str]:
-    """Returns the names that the code of a method uses, each once, in their order.
+def _lines_of_names(kind: type, method: str, lists: Set[str]) -> dict[str, tuple[float, ...]]:
+    """Returns the names that the code of a method uses, each with the line of its first use.
 
-    The methods that it names are replaced by the names that they use, other than those of lists.
+    Calls in one line may be nested, so they have no order. The methods that it names are replaced by the
+    names that they use, other than those of lists, which come before the other names of this line.
     """
-    names: dict[str, None] = {}
+    names: dict[str, tuple[float, ...]] = {}
 
-    def add(method: str, seen: Set[str]) -> None:
+    def add(method: str, seen: Set[str], outer: tuple[float, ...]) -> None:
         code = getattr(inspect.unwrap(getattr(kind, method)), "__code__", None)
-        for name in () if code is None else _names_in_code(code):
+        for name, line in () if code is None else _names_in_code(code):
             if not inspect.isfunction(getattr(kind, name, None)):
                 if not (len(seen) > 1 and name in lists):
-                    names.setdefault(name)
+                    names.setdefault(name, (*outer, line, math.inf))
             elif name not in seen:
-                add(name, seen | {name})
+                add(name, seen | {name}, (*outer, line))
 
-    add(method, {method})
-    return list(names)
+    add(method, {method}, ())
+    return names
 
 
-def _names_in_code(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _names_in_code(code: CodeType) -> Iterator[tuple[str, int]]:
+    line = code.co_firstlineno
+    starts = dict(dis.findlinestarts(code))
+    for instruction in dis.get_instructions(code):
+        line = starts.get(instruction.offset) or line
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            yield str(instruction.argval), line
     for constant in code.co_consts:  # comprehensions and nested functions
         if isinstance(constant, CodeType):
             yield from _names_in_code(constant)
