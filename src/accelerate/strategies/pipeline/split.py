@@ -150,7 +150,7 @@ def _children_in_order(module: nn.Module) -> list[tuple[str, nn.Module]]:
     for i, own in enumerate(known):
         before = next((each for each in reversed(known[:i]) if each is not None), -1.0)
         after = next((each for each in known[i + 1 :] if each is not None), math.inf)
-        positions.append(min(before, after - 0.5) if own is None else own)
+        positions.append((before if after >= before else after - 0.5) if own is None else own)
     return [children[i] for i in sorted(range(len(children)), key=positions.__getitem__)]
 
 
