@@ -12,7 +12,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -205,8 +204,14 @@ class FastSaves(BatchObserver):
             durable: Sources of the durable checkpoints.
             reader: Reader with the options of the load.
         """
-        with suppress(CheckpointError) if self._durable is not None else nullcontext():
+        try:
             self._tier.background.wait()
+        except CheckpointError as error:
+            if self._durable is None:
+                raise
+            logger.warning(
+                f"The last recent checkpoint could not be written, and an older one is loaded. {error}"
+            )
         generations, num_durable = checkpointing.find_generations(self._tier), self._count_durable()
         if self._runtime.recovery is not None:
             common = self._runtime.recovery.held_by_all([generation.state for generation in generations])

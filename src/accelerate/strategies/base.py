@@ -77,7 +77,9 @@ class Strategy:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.session = context.session
-        self.axes = resolve_axes(context.request.parallelism, context.mesh, context.device)
+        self.axes = resolve_axes(
+            context.request.parallelism, context.mesh, context.device, context.mixed_precision
+        )
         self.precision = self.choose_precision()
         self.sharded: dict[nn.Module, ShardedModel] = {}
         """Models that were sharded before they were prepared."""

@@ -50,14 +50,14 @@ class ContextAxis(Axis):
 
     splits_buffers = True
 
-    def __init__(self, mesh: Any, handler: Any) -> None:
+    def __init__(self, mesh: Any, handler: Any, precision: str = "no") -> None:
         self._mesh = mesh
-        self._handler = handler
+        self._handler, self._precision = handler, precision
 
     def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
         """Adds hooks that check the attention of a model while sequences are sharded."""
         check_masks(model)
-        model.register_forward_pre_hook(_Forwards(), with_kwargs=True)
+        model.register_forward_pre_hook(_Forwards(self._precision), with_kwargs=True)
         return model
 
     def split_batch(
@@ -147,8 +147,6 @@ def _with_checked_attention(
         (dim % buffer.ndim, buffer.shape[dim] // mesh.size())
         for buffer, dim in zip(buffers, dims, strict=True)
     )
-    for buffer in buffers:
-        buffer.data = buffer.data.clone()  # torch shards in place, and other views would have parts of both
     attention = _ImportedAttention({size for _, size in sizes})
     services.of_process(ShardedSequences).shards = LatestShards(perf_counter_ns(), sizes, mesh)
     with checks_enabled(buffers, dims) as sequences, context, torch_private.attention_replaced(attend):
@@ -166,7 +164,8 @@ def _with_checked_attention(
 class _Forwards:
     """Hook that records the forward of a model, and compares the first one with sharded sequences."""
 
-    def __init__(self) -> None:
+    def __init__(self, precision: str) -> None:
+        self._precision = precision
         self._is_checked = False
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -175,7 +174,7 @@ class _Forwards:
         is_sharded = sequences.length is not None and sequences.shards is not None
         if is_sharded and not self._is_checked and not torch.compiler.is_compiling():
             self._is_checked = True
-            check_forward(model, args, kwargs, sequences)
+            check_forward(model, args, kwargs, sequences, self._precision)
 
 
 def merge_shards(data: T, batch_at: int) -> T:

@@ -71,7 +71,9 @@ def checks_enabled(buffers: Iterable[Tensor], dims: Iterable[int]) -> Iterator[S
     sequences = services.of_process(ShardedSequences)
     sequences.length = max(buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True))
     may_be_checked = [buffer for buffer in buffers if buffer.ndim > 3 or not buffer.is_floating_point()]
-    sequences.unsharded = {id(buffer): buffer.clone() for buffer in may_be_checked}
+    sequences.unsharded = {id(buffer): buffer.detach() for buffer in may_be_checked}
+    for buffer in buffers:
+        buffer.data = buffer.data.clone()  # torch shards in place, and other views would have parts of both
     sequences.checked, sequences.layer, sequences.model = {}, None, None
     try:
         yield sequences

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from accelerate.strategies.axes.pipeline import PipelineAxis
 
 
-def resolve_axes(parallelism: ParallelismConfig | None, mesh: Any, device: Any = None) -> Axes:
+def resolve_axes(
+    parallelism: ParallelismConfig | None, mesh: Any, device: Any = None, precision: str = "no"
+) -> Axes:
     """Returns the axes that shard layers, sequences or experts."""
     if parallelism is None:
         return Axes()
     tensor = TensorAxis(mesh) if parallelism.tp_enabled else Axis()
-    sequence = _resolve_sequence_axis(parallelism, mesh)
+    sequence = _resolve_sequence_axis(parallelism, mesh, precision)
     expert = _resolve_expert_axis(parallelism, mesh)
     return Axes(tensor, sequence, expert, _resolve_pipeline(parallelism, mesh, device))
 
@@ -40,11 +42,11 @@ def _resolve_pipeline(parallelism: ParallelismConfig, mesh: Any, device: Any) ->
     return PipelineAxis(mesh, parallelism.pp_handler, device)
 
 
-def _resolve_sequence_axis(parallelism: ParallelismConfig, mesh: Any) -> Axis:
+def _resolve_sequence_axis(parallelism: ParallelismConfig, mesh: Any, precision: str) -> Axis:
     if parallelism.cp_enabled:
         from accelerate.strategies.axes.context import ContextAxis  # imports torch.distributed.tensor
 
-        return ContextAxis(mesh, parallelism.cp_handler)
+        return ContextAxis(mesh, parallelism.cp_handler, precision)
     if parallelism.sp_enabled:
         return UlyssesAxis(parallelism.sp_size, parallelism.sp_handler)
     return Axis()

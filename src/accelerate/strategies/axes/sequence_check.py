@@ -20,21 +20,21 @@ from accelerate import torch_private
 from accelerate.base import ConfigurationError
 from accelerate.logging import get_logger
 from accelerate.nested import iterate_tensors
-from accelerate.state import AcceleratorState
 from accelerate.strategies.axes.masks import LatestShards, ShardedSequences
 from accelerate.strategies.module_state import ModuleState
 from accelerate.strategies.pipeline import restored_generators
+from accelerate.strategies.tolerances import tolerance_of
 
 logger = get_logger(__name__)
 
 CHUNKS = 2
 """Chunks of a sequence on each rank, one from each end, because later positions attend to more positions."""
 CHUNK = 8  # positions of a chunk that are compared
-TOLERANCE, LOW_TOLERANCE = 1e-3, 0.1
-"""Largest difference of a position relative to the norm of a position, for float32 and lower precision."""
 
 
-def check_forward(model: nn.Module, args: Any, kwargs: Any, sequences: ShardedSequences) -> None:
+def check_forward(
+    model: nn.Module, args: Any, kwargs: Any, sequences: ShardedSequences, precision: str
+) -> None:
     """Raises an error if a model computes other outputs on shards than on whole sequences.
 
     Called on all ranks inside the block in which sequences are sharded.
@@ -44,6 +44,7 @@ def check_forward(model: nn.Module, args: Any, kwargs: Any, sequences: ShardedSe
         args: Arguments of the forward, with shards of sequences.
         kwargs: Keyword arguments.
         sequences: The shards.
+        precision: Mixed precision of the run by name.
 
     Raises:
         ConfigurationError: The outputs differ, or positions are counted on each rank.
@@ -70,10 +71,7 @@ def check_forward(model: nn.Module, args: Any, kwargs: Any, sequences: ShardedSe
     largest, failed = float(shared[0]), bool(shared[1])
     if failed:
         return
-    is_low = AcceleratorState().mixed_precision != "no" or any(
-        parameter.is_floating_point() and parameter.element_size() < 4 for parameter in model.parameters()
-    )
-    if largest > (LOW_TOLERANCE if is_low else TOLERANCE):
+    if largest > 2 * tolerance_of(model, precision).relative:  # single positions differ more than all
         raise ConfigurationError(
             f"{type(model).__name__} computes other outputs on shards of sequences than on whole sequences "
             f"(relative difference {largest:.1e}), so context parallelism would train another model. "

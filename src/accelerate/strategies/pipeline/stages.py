@@ -22,6 +22,8 @@ from accelerate.strategies.pipeline.microbatches import restored_generators
 from accelerate.strategies.pipeline.split import Split, Submodule
 from accelerate.strategies.pipeline.tracing import (
     Boundary,
+    Call,
+    FunctionCounter,
     Replacements,
     TensorKey,
     Trace,
@@ -53,8 +55,7 @@ class StageRun:
     _position: int = field(default=0, init=False)
     _received: Replacements = field(default_factory=dict, init=False)
     _kept: dict[TensorKey, Tensor] = field(default_factory=dict, init=False)
-    _num_functions: int = field(default=0, init=False)  # in the code of containers
-    _is_in_call: bool = field(default=False, init=False)
+    _functions: FunctionCounter = field(default_factory=FunctionCounter, init=False)
 
     def __post_init__(self) -> None:
         neighbors = self.trace.boundaries[max(self.stage - 1, 0) : self.stage + 1]
@@ -70,11 +71,14 @@ class StageRun:
         kwargs: dict[str, Any],
     ) -> Any:
         """Returns the outputs of a submodule, or zeros if another stage computes it."""
-        self._is_in_call = True
-        try:
-            outputs = self._call(split, device, submodule, run, args, kwargs)
-        finally:
-            self._is_in_call = False
+        with self._functions.paused():
+            call = self._next_call(split, submodule, args, kwargs)
+            args, kwargs = self.replace_received((args, kwargs))
+            if call.stage == self.stage or call.outputs is None:
+                outputs = run(*args, **kwargs)
+            else:
+                zeros = to_zeros(call.outputs, device)
+                outputs = collect_outputs(submodule.module, args, kwargs, zeros)
         self._keep(outputs, is_call=True, number=self._position - 1)
         return outputs
 
@@ -82,9 +86,9 @@ class StageRun:
         """Returns the outputs of a function of torch in a forward, with the tensors that were received."""
         args, kwargs = self.replace_received((args, kwargs))
         outputs = func(*args, **kwargs)
-        if not self._is_in_call:
-            self._keep(outputs, is_call=False, number=self._num_functions)
-            self._num_functions += 1
+        if not self._functions.is_paused:
+            self._keep(outputs, is_call=False, number=self._functions.number)
+            self._functions.number += 1
         return outputs
 
     def _keep(self, outputs: Any, *, is_call: bool, number: int) -> None:
@@ -92,15 +96,8 @@ class StageRun:
             for index, tensor in enumerate(tensors_in(outputs)):
                 self._kept.setdefault(TensorKey(is_call, number, index), tensor)
 
-    def _call(
-        self,
-        split: Split,
-        device: torch.device,
-        submodule: Submodule,
-        run: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _next_call(self, split: Split, submodule: Submodule, args: Any, kwargs: Any) -> Call:
+        """Returns the call of a submodule in the trace, and begins or ends the stage where it does so."""
         position, self._position = self._position, self._position + 1
         calls = self.trace.calls
         if position >= len(calls) or calls[position].submodule is not submodule:
@@ -118,10 +115,7 @@ class StageRun:
             replaced = self._tensors_of(self.trace.boundaries[self.stage - 1], args, kwargs)
             _set_values(replaced, self.received)
             self._received = {id(old): (old, new) for old, new in zip(replaced, self.received, strict=True)}
-        if call.stage == self.stage or call.outputs is None:
-            args, kwargs = replace_tensors(self._received, (args, kwargs))
-            return run(*args, **kwargs)
-        return collect_outputs(submodule.module, args, kwargs, to_zeros(call.outputs, device))
+        return call
 
     def _tensors_of(self, boundary: Boundary, args: Any, kwargs: Any) -> list[Any]:
         """Returns the tensors of a boundary, in whose first submodule the forward is."""

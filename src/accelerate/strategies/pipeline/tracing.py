@@ -59,6 +59,23 @@ class TensorKey(NamedTuple):
     position: int
 
 
+class FunctionCounter:
+    """Number of functions of torch that the code of containers has called in a forward."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Counts no functions inside the block, such as those of a submodule."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
+
+
 class Boundary(NamedTuple):
     """Tensors that a stage receives from the one before.
 
@@ -198,8 +215,7 @@ class Tracer(TorchFunctionMode):
         self._stage_of: dict[int, tuple[Tensor, int]] = {}  # id -> tensor from submodules, and its stage
         self._key_of: dict[int, TensorKey] = {}
         self._kept: list[dict[TensorKey, TensorSpec]] = [{} for _ in split.starts]  # of each boundary
-        self._num_functions = 0  # in the code of containers
-        self._is_in_call = False
+        self._functions = FunctionCounter()
         self._received: Replacements = {}
         self._outputs: dict[Any, Any] = {}
         self._owners = {
@@ -214,15 +230,13 @@ class Tracer(TorchFunctionMode):
         self, submodule: Submodule, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Returns the outputs of a submodule, which are zeros of the right shapes."""
-        self._is_in_call = True
-        try:
-            return self._call(submodule, run, args, kwargs)
-        finally:
-            self._is_in_call = False
+        with self._functions.paused():
+            outputs, specs = self._run(submodule, run, args, kwargs)
+        self._set_keys(tensors_in(outputs), is_call=True, number=len(self.trace.calls))
+        self.trace.calls.append(Call(submodule, self.stage, specs))
+        return outputs
 
-    def _call(
-        self, submodule: Submodule, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run(self, submodule: Submodule, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
         starts = self._split.starts
         if self.stage < len(starts) and submodule is starts[self.stage]:
             self._enter(args, kwargs)
@@ -254,9 +268,7 @@ class Tracer(TorchFunctionMode):
             outputs = to_zeros(specs, self._device)
             self._mark(tensors_in(outputs))
             outputs = collect_outputs(submodule.module, args, kwargs, outputs)
-        self._set_keys(tensors_in(outputs), is_call=True, number=len(self.trace.calls))
-        self.trace.calls.append(Call(submodule, self.stage, specs))
-        return outputs
+        return outputs, specs
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begins the next stage, which receives the tensors among the arguments of its first submodule."""
@@ -301,7 +313,8 @@ class Tracer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        number, self._num_functions = self._num_functions, self._num_functions + (not self._is_in_call)
+        is_counted, number = not self._functions.is_paused, self._functions.number
+        self._functions.number += is_counted
         if any(id(tensor) in self._received for tensor in tensors_in((args, kwargs))):
             args, kwargs = replace_tensors(self._received, (args, kwargs))
             self.trace.uses_received = True
@@ -327,7 +340,7 @@ class Tracer(TorchFunctionMode):
         if followed:
             self._keep(followed, f"{name} on stage {self.stage}")
             self._mark(results)
-            if not self._is_in_call:
+            if is_counted:
                 self._set_keys(results, is_call=False, number=number)
         return outputs
 

@@ -41,6 +41,7 @@ from accelerate.strategies.pipeline.microbatches import (
 from accelerate.strategies.pipeline.runner import Pipeline
 from accelerate.strategies.pipeline.tracing import flatten, restored_attributes, tensors_in
 from accelerate.strategies.pipeline.weights import whole_weights
+from accelerate.strategies.tolerances import TOLERANCES, tolerance_of
 
 SCALE = 2.0**7
 """Factor of the losses of the pipeline, so that gradients in float16 do not vanish."""
@@ -50,28 +51,6 @@ NUM_COMPARED = 2
 HINT = "PipelineConfig(verify=False) trains without this comparison."
 Finisher = Callable[..., Callable[[Any, int], Tensor]]
 """`Pipeline.finisher` with the loss function."""
-
-
-class Tolerance(NamedTuple):
-    """Largest difference of two tensors.
-
-    Attributes:
-        relative: Norm of the difference relative to that of the tensor.
-        absolute: Norm of the difference of two gradients relative to the largest norm of a gradient. Some
-            gradients are zero but for rounding.
-    """
-
-    relative: float
-    absolute: float
-
-
-TOLERANCES = {
-    "no": Tolerance(1e-3, 1e-5),
-    "fp16": Tolerance(3e-2, 3e-3),
-    "bf16": Tolerance(5e-2, 5e-3),
-    "fp8": Tolerance(0.3, 3e-2),
-}
-"""Tolerances by the mixed precision of the run."""
 
 
 class LayerCall(NamedTuple):
@@ -141,8 +120,7 @@ class Verification:
         self, model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]], precision: str
     ) -> None:
         self._structure, self._autocast = copy_structure(model), autocast
-        is_low = any(p.is_floating_point() and p.element_size() < 4 for p in model.parameters())
-        self._tolerance = TOLERANCES["bf16" if is_low and precision == "no" else precision]
+        self._tolerance = tolerance_of(model, precision)
 
     def check_training(
         self, pipeline: Pipeline, batch: Any, loss_fn: LossFunction | None, *, is_sum: bool
