@@ -560,6 +560,20 @@ class Chained(nn.Module):
         return logits
 
 
+class Alternating(Reordered):
+    """A net that goes through two lists of blocks at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            x = x + norm(block(x))
+        logits: Tensor = self.head(x)
+        return logits
+
+
 class Reversed(Reordered):
     def forward(self, x: Tensor) -> Tensor:
         for block in reversed(self.blocks):
@@ -567,7 +581,8 @@ class Reversed(Reordered):
         return x
 
 
-ORDERS = {kind.__name__: kind for kind in (Skipping, Reordered, Nested, Common, Recurrent, Chained)}
+KINDS = (Skipping, Reordered, Nested, Common, Recurrent, Chained, Alternating)
+ORDERS = {kind.__name__: kind for kind in KINDS}
 
 
 def train_in_order(name: str, schedule: str) -> None:
@@ -591,7 +606,8 @@ def train_in_order(name: str, schedule: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [(name, "1f1b") for name in ORDERS] + [(name, "interleaved1f1b") for name in ("Skipping", "Nested")],
+    [(name, "1f1b") for name in ORDERS]
+    + [(name, "interleaved1f1b") for name in ("Skipping", "Nested", "Alternating")],
 )
 def test_models_of_any_order_train_as_on_one_process(run: Run, name: str, schedule: str) -> None:
     run(train_in_order, name, schedule, processes=2)

@@ -1,22 +1,26 @@
 """Split of a model into the stages of a pipeline.
 
 A stage begins at a module that the forward calls once, such as a layer. The modules between two such modules
-belong to the earlier stage. Modules are in the order in which the code of the forward around them names them,
-and those that it does not name stay between the modules that were registered before and after them.
+belong to the earlier stage. Modules are in the order in which the code of the forward around them calls them,
+and those that it does not name stay between the modules that were registered before and after them. The
+layers of lists that one loop goes through alternate.
 """
 
 from __future__ import annotations
 
-import dis
-import inspect
 import math
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import CodeType
+from itertools import chain
+from operator import itemgetter
+from typing import Any, TypeVar
 
 from torch import nn
 
 from accelerate.base import PreparationError, listed, wrong_value
+from accelerate.strategies.pipeline.call_order import uses_in_order
+
+T = TypeVar("T")
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -73,7 +77,7 @@ def split_model(model: nn.Module, num_stages: int, split: str | Sequence[str]) -
         starts = [] if num_stages == 1 else _balanced(model, candidates, num_stages)
     else:
         candidates = starts = _checked(model, num_stages, split)
-    containers = _ancestors(candidates)
+    containers = _containers_of(model, candidates)
     names = list(_submodule_names(model, containers))
     submodules: dict[nn.Module, Submodule] = {}
     stage = 0
@@ -123,7 +127,7 @@ def _layers_of(model: nn.Module, prefix: str = "") -> Iterator[str]:
     """Yields the names of the modules in the outermost lists of a model."""
     if isinstance(model, nn.ModuleList) and _is_called(model):  # such as a list of parametrizations
         return
-    for name, child in _children_in_order(model):
+    for name, child in chain.from_iterable(_groups_in_order(model)):
         if isinstance(model, _LISTS) and _is_called(child):
             yield f"{prefix}{name}"
         else:
@@ -135,65 +139,50 @@ def _is_called(module: nn.Module) -> bool:
     return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
 
 
-def _children_in_order(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the modules in a module, in the order in which the code of its forward names them."""
+def _groups_in_order(module: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+    """Returns the modules in a module, in the order in which the code of its forward calls them.
+
+    The lists of modules that one loop goes through are one group.
+    """
     children = [(name, child) for name, child in module._modules.items() if child is not None]
     if isinstance(module, _LISTS):
-        return children
-    # A method that the forward calls may return a list of layers before it calls other modules.
-    lists = {name for name, child in children if isinstance(child, _LISTS)}
-    lines = _lines_of_names(type(module), "forward", lists)
-    ranks = {line: float(i) for i, line in enumerate(sorted(set(lines.values())))}
-    order = {name: ranks[line] for name, line in lines.items()}
-    known = [order.get(name) for name, _ in children]
+        return [[child] for child in children]
+    uses = sorted(uses_in_order(module), key=lambda use: not use.is_call)
+    first: dict[str, int] = {}
+    for position, use in enumerate(uses):
+        first.setdefault(use.name, position)
+    known = [first.get(name) for name, _ in children]
     positions = []
     for i, own in enumerate(known):
         before = next((each for each in reversed(known[:i]) if each is not None), -1.0)
         after = next((each for each in known[i + 1 :] if each is not None), math.inf)
         positions.append((before if after >= before else after - 0.5) if own is None else own)
-    return [children[i] for i in sorted(range(len(children)), key=positions.__getitem__)]
+    groups: list[list[tuple[str, nn.Module]]] = []
+    group_of: dict[Any, list[tuple[str, nn.Module]]] = {}  # of each loop
+    for i in sorted(range(len(children)), key=positions.__getitem__):
+        name, child = children[i]
+        loops = {use.loop for use in uses if use.name == name and use.is_call} - {None}
+        loops = loops if isinstance(child, nn.ModuleList) else set()
+        group = next((group_of[loop] for loop in loops if loop in group_of), [])
+        if not group:
+            groups.append(group)
+        group.append(children[i])
+        group_of.update(dict.fromkeys(loops, group))
+    return groups
 
 
-def _lines_of_names(kind: type, method: str, lists: Set[str]) -> dict[str, tuple[float, ...]]:
-    """Returns the names that the code of a method uses, each with the line of its first use.
-
-    Calls in one line may be nested, so they have no order. The methods that it names are replaced by the
-    names that they use, other than those of lists, which come before the other names of this line.
-    """
-    names: dict[str, tuple[float, ...]] = {}
-
-    def add(method: str, seen: Set[str], outer: tuple[float, ...]) -> None:
-        code = getattr(inspect.unwrap(getattr(kind, method)), "__code__", None)
-        for name, line in () if code is None else _names_in_code(code):
-            if not inspect.isfunction(getattr(kind, name, None)):
-                if not (len(seen) > 1 and name in lists):
-                    names.setdefault(name, (*outer, line, math.inf))
-            elif name not in seen:
-                add(name, seen | {name}, (*outer, line))
-
-    add(method, {method}, ())
-    return names
-
-
-def _names_in_code(code: CodeType) -> Iterator[tuple[str, int]]:
-    line = code.co_firstlineno
-    starts = dict(dis.findlinestarts(code))
-    for instruction in dis.get_instructions(code):
-        line = starts.get(instruction.offset) or line
-        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            yield str(instruction.argval), line
-    for constant in code.co_consts:  # comprehensions and nested functions
-        if isinstance(constant, CodeType):
-            yield from _names_in_code(constant)
-
-
-def _ancestors(names: Sequence[str]) -> list[str]:
+def _containers_of(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Returns the names of the modules that contain some modules, the outermost first."""
-    parents = {"": None}
+    containers = {"": None}
     for name in names:
         parts = name.split(".")
-        parents.update(dict.fromkeys(".".join(parts[:depth]) for depth in range(1, len(parts))))
-    return list(parents)
+        containers.update(dict.fromkeys(".".join(parts[:depth]) for depth in range(1, len(parts))))
+    for container in list(containers):
+        for group in _groups_in_order(model.get_submodule(container)):
+            alternating = [f"{container}.{name}".removeprefix(".") for name, _ in group]
+            if not containers.keys().isdisjoint(alternating):
+                containers.update(dict.fromkeys(alternating))
+    return list(containers)
 
 
 def _submodule_names(model: nn.Module, containers: Sequence[str]) -> Iterator[str]:
@@ -202,13 +191,34 @@ def _submodule_names(model: nn.Module, containers: Sequence[str]) -> Iterator[st
     return (name for name in _walk(model, inner) if name not in inner)
 
 
-def _walk(model: nn.Module, containers: Collection[str], prefix: str = "") -> Iterator[str]:
+def _walk(model: nn.Module, containers: Collection[str]) -> Iterator[str]:
     """Yields the names of the modules in a model and in containers, tied ones by each of their names."""
-    for child_name, child in _children_in_order(model):
-        name = f"{prefix}{child_name}"
-        yield name
-        if name in containers:
-            yield from _walk(child, containers, f"{name}.")
+    return chain.from_iterable(_parts(model, containers, ""))
+
+
+def _parts(model: nn.Module, containers: Collection[str], prefix: str) -> Iterator[list[str]]:
+    """Yields the names of each group of modules in a model, with those inside of containers."""
+    for group in _groups_in_order(model):
+        names = [f"{prefix}{name}" for name, _ in group]
+        lists = [
+            list(_parts(child, containers, f"{name}.")) if name in containers else []
+            for name, (_, child) in zip(names, group, strict=True)
+        ]
+        yield [*names, *chain.from_iterable(_alternated(lists))]
+
+
+def _alternated(lists: Sequence[Sequence[T]]) -> list[T]:
+    """Returns the entries of lists one by one.
+
+    A list with one entry less is between those of a longer one, and half as many follow every other one.
+    """
+    longest = max(map(len, lists))
+    positions: list[tuple[int, int, T]] = []
+    for number, entries in enumerate(lists):
+        is_regular = len(entries) < longest - 1 and entries and longest % len(entries) == 0
+        distance = longest // len(entries) if is_regular else 1
+        positions += [(distance * (i + 1), number, entry) for i, entry in enumerate(entries)]
+    return [entry for *_, entry in sorted(positions, key=itemgetter(0, 1))]
 
 
 def _balanced(model: nn.Module, candidates: Sequence[str], num_stages: int) -> list[str]:
@@ -216,7 +226,7 @@ def _balanced(model: nn.Module, candidates: Sequence[str], num_stages: int) -> l
 
     The size of a stage is the number of its parameters, without embeddings, which are only looked up.
     """
-    names = list(_submodule_names(model, _ancestors(candidates)))
+    names = list(_submodule_names(model, _containers_of(model, candidates)))
     layers = set(candidates)
     positions = [i for i, name in enumerate(names) if name in layers and i > 0]
     if len(positions) < num_stages - 1:

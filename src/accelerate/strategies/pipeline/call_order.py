@@ -1,0 +1,199 @@
+"""Order in which the code of a forward calls the modules of its module."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Any, NamedTuple
+
+from torch import nn
+
+_ENTRY = "[]"
+"""Name of an entry of a list in a path."""
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+_RESULTS = (ast.Return, ast.Yield, ast.YieldFrom)
+Loop = ast.AST | None
+Path = tuple[str, ...]
+"""Names of attributes, such as `("layers", "[]", "norm")` for `self.layers[0].norm`."""
+
+
+class Use(NamedTuple):
+    """Use of an attribute of a module in the code of its forward.
+
+    Attributes:
+        name: Name of the attribute.
+        is_call: Whether a module is called, passed to a function or returned, and not only its attributes
+            are read.
+        loop: The innermost loop around the use, or None.
+    """
+
+    name: str
+    is_call: bool
+    loop: Loop
+
+
+def uses_in_order(module: nn.Module) -> list[Use]:
+    """Returns the uses of the attributes of a module in the code of its forward, in the order of execution.
+
+    Methods that the forward calls are replaced by the uses in them. Branches follow each other.
+
+    Args:
+        module: The module. There are no uses if its source code is not available.
+    """
+    return list(_uses_in_method(module, type(module).__mro__, "forward", frozenset(), None))
+
+
+def _uses_in_method(
+    module: nn.Module, classes: Sequence[type], method: str, seen: Set[Any], loop: Loop
+) -> Iterator[Use]:
+    """Yields the uses in a method of the first of some classes that has it."""
+    owner = next((each for each in classes if method in vars(each)), nn.Module)
+    function = inspect.unwrap(vars(owner).get(method, nn.Module))
+    if owner is nn.Module or not inspect.isfunction(function) or function in seen:
+        return
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, SyntaxError):  # no source code, or a lambda inside of an expression
+        return
+    if isinstance(tree, ast.FunctionDef) and tree.args.args:
+        bases = classes[classes.index(owner) + 1 :]
+        reader = _Reader(module, bases, tree.args.args[0].arg, seen | {function})
+        yield from reader.read_all(tree.body, loop)
+
+
+class _Reader:
+    """Reader of the code of one method, in the order of execution."""
+
+    def __init__(self, module: nn.Module, bases: Sequence[type], own: str, seen: Set[Any]) -> None:
+        self._module, self._bases, self._own, self._seen = module, bases, own, seen
+        self._aliases: dict[str, Path] = {}  # of local variables
+
+    def read_all(self, nodes: Iterable[ast.AST], loop: Loop) -> Iterator[Use]:
+        for node in nodes:
+            yield from self._read(node, loop)
+
+    def _read(self, node: ast.AST, loop: Loop) -> Iterator[Use]:
+        if isinstance(node, ast.For):
+            yield from self._read_loop(node, [(node.target, node.iter)], [*node.body, *node.orelse], loop)
+        elif isinstance(node, ast.While):
+            yield from self._read_loop(node, [], [node.test, *node.body, *node.orelse], loop)
+        elif isinstance(node, _COMPREHENSIONS):
+            pairs = [(part.target, part.iter) for part in node.generators]
+            conditions = [test for part in node.generators for test in part.ifs]
+            results = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+            yield from self._read_loop(node, pairs, [*conditions, *results], loop)
+        elif isinstance(node, ast.Call):
+            yield from self._read_call(node, loop)
+        elif isinstance(node, ast.Assign):
+            pairs = [(node.targets[0], node.value)]
+            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(node.targets[0].elts, node.value.elts, strict=False))
+            for target, value in pairs:
+                if isinstance(target, ast.Name) and (path := self._path(value)):
+                    self._aliases[target.id] = path
+                else:
+                    yield from self._read(value, loop)
+        elif isinstance(node, _RESULTS) and node.value and (path := self._path(node.value)):
+            yield Use(path[0], isinstance(self._end_of(path), nn.Module), loop)
+        elif path := self._path(node):
+            yield Use(path[0], False, loop)
+        else:
+            yield from self.read_all(ast.iter_child_nodes(node), loop)
+
+    def _read_loop(
+        self, node: ast.AST, pairs: Sequence[tuple[ast.AST, ast.AST]], body: Sequence[ast.AST], outer: Loop
+    ) -> Iterator[Use]:
+        iterated: list[Path] = []
+        for target, values in pairs:
+            aliases = dict(self._aliases_of(target, values))
+            self._aliases.update(aliases)
+            iterated += aliases.values()
+            if not aliases:
+                yield from self._read(values, outer)
+        yield from self.read_all(body, node)
+        for path in iterated:
+            yield Use(path[0], True, node)
+
+    def _aliases_of(self, target: ast.AST, values: ast.AST) -> Iterator[tuple[str, Path]]:
+        """Yields the variables of a loop over entries of attributes, such as lists of modules."""
+        call = values.func.id if isinstance(values, ast.Call) and isinstance(values.func, ast.Name) else ""
+        if isinstance(values, ast.Call) and isinstance(target, ast.Tuple) and call in ("zip", "enumerate"):
+            targets = target.elts if call == "zip" else target.elts[1:]
+            for pair in zip(targets, values.args, strict=False):
+                yield from self._aliases_of(*pair)
+            return
+        paths = (path for part in ast.walk(values) if (path := self._path(part)))
+        lists = {path[0] for path in paths} & self._module._modules.keys()
+        if len(lists) == 1:
+            names = (part.id for part in ast.walk(target) if isinstance(part, ast.Name))
+            yield from ((name, (*lists, _ENTRY)) for name in names)
+
+    def _read_call(self, node: ast.Call, loop: Loop) -> Iterator[Use]:
+        function = node.func
+        inspects = isinstance(function, ast.Name) and function.id in vars(builtins)
+        for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
+            path = () if inspects else self._path(argument)
+            is_module = bool(path) and isinstance(self._end_of(path), nn.Module)
+            if is_module or self._is_method("".join(path)):
+                yield from self._call(path, loop)
+            else:
+                yield from self._read(argument, loop)
+        if isinstance(function, ast.Attribute) and _is_super(function.value):
+            yield from _uses_in_method(self._module, self._bases, function.attr, self._seen, loop)
+        elif path := self._path(function):
+            yield from self.read_all(_indices(function), loop)
+            yield from self._call(path, loop)
+        else:
+            yield from self._read(function, loop)
+
+    def _call(self, path: Path, loop: Loop) -> Iterator[Use]:
+        if self._is_method("".join(path)):
+            classes = type(self._module).__mro__
+            yield from _uses_in_method(self._module, classes, path[0], self._seen, loop)
+        else:
+            yield Use(path[0], self._end_of(path) is not None, loop)
+
+    def _is_method(self, name: str) -> bool:
+        return inspect.isfunction(getattr(type(self._module), name, None))
+
+    def _path(self, node: ast.AST) -> Path:
+        """Returns the path of an expression such as `self.layers[0].norm`, or () for other ones."""
+        if isinstance(node, ast.Name):
+            return self._aliases.get(node.id, ())
+        if isinstance(node, ast.Attribute):
+            if isinstance(node.value, ast.Name) and node.value.id == self._own:
+                return (node.attr,)
+            outer = self._path(node.value)
+            return (*outer, node.attr) if outer else ()
+        if isinstance(node, ast.Subscript):
+            outer = self._path(node.value)
+            return (*outer, _ENTRY) if outer else ()
+        return ()
+
+    def _end_of(self, path: Path) -> nn.Module | str | None:
+        """Returns the module of a path, the name of another attribute of one, or None for tensors."""
+        module = self._module
+        for name in path:
+            if name in module._parameters or name in module._buffers:
+                return None
+            children = module._modules
+            child = next(iter(children.values()), None) if name == _ENTRY else children.get(name)
+            if child is None:
+                return name
+            module = child
+        return module
+
+
+def _is_super(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+
+
+def _indices(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields the indices in an expression such as `self.layers[i].norm`."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        if isinstance(node, ast.Subscript):
+            yield node.slice
+        node = node.value

@@ -1,0 +1,132 @@
+"""The modules of stages are in the order in which the forward of a model calls them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from accelerate.strategies.pipeline.split import split_model
+
+
+def linear(count: int) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
+
+
+class Net(nn.Module):
+    """Registers its modules in another order than its subclasses call them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.norm, self.first = nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2)
+        self.downs, self.blocks, self.attentions = linear(3), linear(4), linear(4)
+        self.rare, self.count = linear(2), 4
+
+
+class OneLine(Net):
+    def forward(self, x: Any) -> Any:
+        return self.head(self.norm(self.blocks[0](self.first(x))))
+
+
+class Zipped(Net):
+    def forward(self, x: Any) -> Any:
+        weight = self.head.weight.float().t()
+        for number, (attention, block) in enumerate(zip(self.attentions, self.blocks, strict=True)):
+            x = attention(block(x)) + number
+        return self.head(x @ weight)
+
+
+class Indexed(Net):
+    def forward(self, x: Any) -> Any:
+        for number in range(len(self.attentions)):
+            x = self.step(x, number)
+        return self.norm(x)
+
+    def step(self, x: Any, number: int) -> Any:
+        x = self.blocks[number](self.attentions[number](x))
+        return self.downs[number](x) if number < 3 else x
+
+
+class Rare(Net):
+    def forward(self, x: Any) -> Any:
+        x, blocks = self.first(x), self.blocks
+        for number, block in enumerate(blocks[: self.count]):
+            x = block(x)
+            if number % 2:
+                x = self.rare[number // 2](x)
+        return x
+
+
+class OfMethods(Net):
+    def lists(self) -> nn.ModuleList:
+        return self.blocks[:2]
+
+    def forward(self, x: Any) -> Any:
+        for block in self.lists():
+            x = checkpoint(block, x, use_reentrant=False)
+        hidden = [down(x) for down in self.downs]
+        return checkpoint(self.head, sum(hidden), use_reentrant=False)
+
+
+class OfBases(OneLine):
+    def forward(self, x: Any) -> Any:
+        for attention in self.attentions:
+            x = attention(x)
+        return super().forward(x)
+
+
+class WithAName(Net):
+    """Calls methods of tensors that have names of its modules."""
+
+    def forward(self, x: Any) -> Any:
+        x = x / x.norm()
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("kind", [OneLine, Zipped, Indexed, Rare, OfMethods, OfBases, WithAName])
+def test_modules_are_in_the_order_of_the_calls(kind: type[Net]) -> None:
+    model = kind()
+    split = split_model(model, 2, "auto")
+    calls: dict[str, None] = {}
+    for submodule in split.submodules:
+        name = submodule.names[0]
+        submodule.module.register_forward_hook(lambda *_, name=name: calls.setdefault(name))
+    model(torch.ones(1, 2, requires_grad=True))
+    called = [each.names[0] for each in split.submodules if each.names[0] in calls]
+    assert called == list(calls)
+    assert len(called) > 3
+
+
+class Unnamed(nn.Module):
+    """Calls modules whose names its code computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(3):
+            self.add_module(f"layer{number}", nn.Linear(2, 2))
+        self.blocks, self.head = linear(2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(3):
+            x = getattr(self, f"layer{number}")(x)
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+def test_modules_that_no_code_names_are_in_the_order_of_registration() -> None:
+    names = [submodule.names[0] for submodule in split_model(Unnamed(), 2, "auto").submodules]
+    assert names == ["layer0", "layer1", "layer2", "blocks.0", "blocks.1", "head"]
+
+
+def test_a_stage_may_begin_at_a_module_of_lists_that_alternate() -> None:
+    split = split_model(Zipped(), 2, ["blocks.2"])
+    stages = {name: submodule.stages for submodule in split.submodules for name in submodule.names}
+    assert stages["attentions.1"] == {0}
+    assert stages["attentions.2"] == {1}
