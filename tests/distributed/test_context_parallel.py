@@ -341,8 +341,12 @@ class Mixing(Reader):
             hidden = hidden + self.conv(F.pad(hidden.transpose(1, 2), (2, 0))).transpose(1, 2)
         elif self.kind == "recurrent":
             hidden = self.recurrent(hidden)[0]
-        elif self.kind == "sum":
+        elif self.kind in ("sum", "sum of long sequences"):
+            if self.kind != "sum" and tokens.shape[1] < LENGTH // 2:
+                raise ValueError("too short")
             hidden = hidden + hidden.cumsum(1) / LENGTH
+        elif self.kind == "short sequences" and tokens.shape[1] > LENGTH // 2:
+            raise IndexError("too long")
         elif self.kind == "last":
             return self.out(hidden[:, -1])
         elif self.kind == "mean":
@@ -373,11 +377,21 @@ def refuse_mixing(kind: str) -> str:
     return ""
 
 
+MIXES = {
+    "local positions": "counted on each rank",
+    "short sequences": "raises an error on whole sequences (IndexError: too long)",
+}
+
+
 @pytest.mark.parametrize(
-    "kind", ["convolution", "recurrent", "sum", "last", "mean", "shift", "own positions", "local positions"]
+    "kind",
+    [
+        *("convolution", "recurrent", "sum", "last", "mean", "shift", "own positions"),
+        *("sum of long sequences", *MIXES),
+    ],
 )
 def test_models_that_combine_positions_in_other_ways_are_refused(run: Run, kind: str) -> None:
-    expected = "counted on each rank" if kind == "local positions" else "than on whole sequences"
+    expected = MIXES.get(kind, "than on whole sequences")
     assert all(expected in found for found in run(refuse_mixing, kind))
 
 

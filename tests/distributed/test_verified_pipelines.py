@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import PreparationError, is_torch_version
+from accelerate.state import AcceleratorState
 from accelerate.utils import PipelineConfig
 
 pytestmark = pytest.mark.skipif(is_torch_version("<", "2.13"), reason="pipelines need torch 2.13")
@@ -269,7 +271,7 @@ def compare_states(layout: str, precision: str) -> list[list[Tensor]]:
             [*accelerator.get_state_dict(model).values(), torch.get_rng_state(), torch.tensor(net.calls)]
         )
         accelerator.free_memory()
-        Accelerator._reset_state(True) if hasattr(Accelerator, "_reset_state") else None
+        AcceleratorState._reset_state()
     return states
 
 
@@ -361,6 +363,68 @@ def test_models_that_are_compiled_or_sharded_are_refused_at_prepare(run: Run) ->
         assert "layers.1 of Net are compiled" in compiled
         assert "are compiled" in whole
         assert "sharded before `prepare`" in sharded
+
+
+class Averaging(Net):
+    """Keeps an average of its batches, and the size of the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.size = len(hidden)
+        if self.training:
+            self.average.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+        return super().forward(hidden)
+
+
+class Normalizing(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(self.norm(hidden))
+
+
+class Normalized(Net):
+    layer = Normalizing
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def train_with_statistics() -> list[list[str]]:
+    found = []
+    for kind, microbatches in ((Averaging, 4), (Normalized, 4), (Net, 4), (Averaging, 1), (Normalized, 1)):
+        messages = Messages()
+        logging.getLogger("accelerate").addHandler(messages)
+        config = PipelineConfig(microbatches=microbatches)
+        accelerator = Accelerator(
+            cpu=True, parallelism_config=ParallelismConfig(pp_size=2, pp_handler=config)
+        )
+        model = accelerator.prepare(kind())
+        accelerator.forward_backward(model, (torch.randn(8, 4), torch.randn(8, 4)), F.mse_loss)
+        logging.getLogger("accelerate").removeHandler(messages)
+        found.append([text for text in messages.texts if "micro-batches" in text])
+        accelerator.free_memory()
+        AcceleratorState._reset_state()
+    return found
+
+
+def test_statistics_of_micro_batches_are_warned_of_once(run: Run) -> None:
+    averaging, normalized, *others = run(train_with_statistics, processes=2)[0]
+    assert ["average in Averaging" in text for text in averaging] == [True]
+    assert ["layers.0.norm, layers.1.norm" in text for text in normalized] == [True]
+    assert others == [[], [], []]
 
 
 def train_on_own_batches() -> str:

@@ -172,6 +172,10 @@ def _with_plugins_of_state(request: strategies.RunRequest, state: AcceleratorSta
     megatron = getattr(state, "megatron_lm_plugin", None)
     if request.megatron is not None and megatron is None:
         _refuse_second("megatron_lm_plugin", request.megatron, "Megatron-LM")
+    first, second = state.parallelism_config, request.parallelism
+    if second is not None and second != first and (first is not None or second.total_size > 1):
+        reason = f"this process already runs with parallelism_config={first}"
+        raise wrong_value("parallelism_config", second, reason, ONE_STATE)
     if request.fsdp is not None and fsdp is None:
         if state.num_processes > 1:
             _refuse_second("fsdp_plugin", request.fsdp, "FSDP")

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import accelerate.accelerator
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import ConfigurationError
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.plugins import TERecipeKwargs
@@ -372,6 +372,13 @@ def test_a_second_accelerator_takes_the_number_format_of_the_run(
     with pytest.raises(ValueError, match="already runs with mixed_precision='bf16'") as error:
         Accelerator(mixed_precision="no")
     assert "_reset_state" not in str(error.value)
+
+
+def test_a_second_accelerator_with_another_mesh_raises_an_error() -> None:
+    Accelerator(cpu=True)
+    Accelerator(cpu=True, parallelism_config=ParallelismConfig())
+    with pytest.raises(ValueError, match="already runs with parallelism_config=None"):
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,18 +18,16 @@ from torch import Tensor, nn
 
 from accelerate import torch_private
 from accelerate.base import ConfigurationError
-from accelerate.logging import get_logger
 from accelerate.nested import iterate_tensors
 from accelerate.strategies.axes.masks import LatestShards, ShardedSequences
 from accelerate.strategies.module_state import ModuleState
 from accelerate.strategies.pipeline import restored_generators
 from accelerate.strategies.tolerances import tolerance_of
 
-logger = get_logger(__name__)
-
 CHUNKS = 2
 """Chunks of a sequence on each rank, one from each end, because later positions attend to more positions."""
-CHUNK = 8  # positions of a chunk that are compared
+CHUNK = 8
+"""Positions of a chunk that are compared, unless the model needs longer sequences."""
 
 
 def check_forward(
@@ -49,36 +47,87 @@ def check_forward(
     Raises:
         ConfigurationError: The outputs differ, or positions are counted on each rank.
     """
+    name = type(model).__name__
+    compared = _compare(model, args, kwargs, sequences, CHUNK)
+    if compared.own_error is not None or compared.whole_error is not None:
+        # The model may need longer sequences.
+        compared = _compare(model, args, kwargs, sequences, None)
+    if compared.own_error is not None:
+        return  # The real forward raises it, too.
+    if compared.whole_error is not None:
+        raise ConfigurationError(
+            f"{name} computes outputs on shards of sequences, and raises an error on whole sequences "
+            f"({compared.whole_error}), so context parallelism cannot be compared with one rank. Train a "
+            "model that takes whole sequences, or set cp_size=1."
+        )
+    if compared.difference > 2 * tolerance_of(model, precision).relative:  # of one position, and not of all
+        raise ConfigurationError(
+            f"{name} computes other outputs on shards of sequences than on whole sequences "
+            f"(relative difference {compared.difference:.1e}), so context parallelism would train another "
+            "model. Only attention by scaled_dot_product_attention may combine positions, and positions must "
+            "be an argument of the model and one of the buffers. Set cp_size=1 for convolutions, recurrent "
+            "layers and means over a sequence."
+        )
+
+
+class Comparison(NamedTuple):
+    """Comparison on all ranks of the axis.
+
+    Attributes:
+        difference: Largest relative difference of the outputs.
+        own_error: Error of the forward on shards, or None.
+        whole_error: Error of the forward on whole sequences, or None.
+    """
+
+    difference: float
+    own_error: str | None
+    whole_error: str | None
+
+
+def _compare(
+    model: nn.Module, args: Any, kwargs: Any, sequences: ShardedSequences, chunk: int | None
+) -> Comparison:
+    """Compares the outputs for the beginning of sequences, or for whole sequences.
+
+    Args:
+        model: The model.
+        args: Arguments of the forward.
+        kwargs: Keyword arguments.
+        sequences: The shards.
+        chunk: Positions of each chunk that are compared, or None for all.
+    """
     shards = sequences.shards
     assert shards is not None  # since the block began
-    whole = torch_private.pytree.tree_map_only(
-        Tensor, lambda leaf: _whole_prefix(leaf, shards), (args, kwargs)
-    )
-    own = torch_private.pytree.tree_map_only(Tensor, lambda leaf: _own_shard(leaf, shards), whole)
-    differences, failed = [0.0], False
-    try:
-        with torch.no_grad(), _in_evaluation(model), _of_prefix(sequences):
+    tree_map = torch_private.pytree.tree_map_only
+    whole = tree_map(Tensor, lambda leaf: _whole_prefix(leaf, shards, chunk), (args, kwargs))
+    own = tree_map(Tensor, lambda leaf: _own_shard(leaf, shards, chunk), whole)
+    result = Comparison(0.0, None, None)
+    with torch.no_grad(), _in_evaluation(model), _of_prefix(sequences):
+        try:
             found = _outputs(model, own[0], own[1])
-            with torch_private.attention_replaced(_attend_as_before):
-                expected = _outputs(model, whole[0], whole[1])
-        differences += [_difference(*pair, shards) for pair in zip(found, expected, strict=False)]
-    except Exception as error:
-        # The real forward raises it, too, unless the model takes no short sequences.
-        logger.debug(f"{type(model).__name__} was not compared with whole sequences: {error}")
-        failed = True
-    shared = torch.tensor([max(differences), float(failed)], device=_device_of(model))
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=shards.mesh.get_group())
-    largest, failed = float(shared[0]), bool(shared[1])
-    if failed:
-        return
-    if largest > 2 * tolerance_of(model, precision).relative:  # single positions differ more than all
-        raise ConfigurationError(
-            f"{type(model).__name__} computes other outputs on shards of sequences than on whole sequences "
-            f"(relative difference {largest:.1e}), so context parallelism would train another model. "
-            "Only attention by scaled_dot_product_attention may combine positions, and positions must be an "
-            "argument of the model and one of the buffers. Set cp_size=1 for convolutions, recurrent layers "
-            "and means over a sequence."
-        )
+        except Exception as error:
+            result = result._replace(own_error=_text_of(error))
+        else:
+            try:
+                with torch_private.attention_replaced(_attend_as_before):
+                    expected = _outputs(model, whole[0], whole[1])
+            except Exception as error:
+                result = result._replace(whole_error=_text_of(error))
+            else:
+                pairs = zip(found, expected, strict=False)
+                differences = [_difference(*pair, shards, chunk) for pair in pairs]
+                result = result._replace(difference=max(differences, default=0.0))
+    results: list[Any] = [None] * shards.mesh.size()
+    dist.all_gather_object(results, result, group=shards.mesh.get_group())
+    return Comparison(
+        max(each.difference for each in results),
+        next((each.own_error for each in results if each.own_error is not None), None),
+        next((each.whole_error for each in results if each.whole_error is not None), None),
+    )
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def unshard(shards: list[Tensor], dim: int) -> Tensor:
@@ -101,7 +150,7 @@ def dim_of_shard(tensor: Tensor, shards: LatestShards) -> int | None:
     return next(dims, None)
 
 
-def _whole_prefix(tensor: Tensor, shards: LatestShards) -> Tensor:
+def _whole_prefix(tensor: Tensor, shards: LatestShards, chunk: int | None) -> Tensor:
     dim = dim_of_shard(tensor, shards)
     if dim is None:
         return tensor
@@ -114,7 +163,7 @@ def _whole_prefix(tensor: Tensor, shards: LatestShards) -> Tensor:
         )
     whole = unshard(parts, dim)
     chunks = CHUNKS * shards.mesh.size()
-    return whole.narrow(dim, 0, chunks * min(CHUNK, whole.shape[dim] // chunks))
+    return whole.narrow(dim, 0, chunks * _length(whole.shape[dim] // chunks, chunk))
 
 
 def _are_positions(parts: list[Tensor], dim: int) -> bool:
@@ -125,9 +174,13 @@ def _are_positions(parts: list[Tensor], dim: int) -> bool:
     return bool((first.diff(dim=dim) == 1).all())
 
 
-def _own_shard(tensor: Tensor, shards: LatestShards) -> Tensor:
+def _length(size: int, chunk: int | None) -> int:
+    return size if chunk is None else min(chunk, size)
+
+
+def _own_shard(tensor: Tensor, shards: LatestShards, chunk: int | None) -> Tensor:
     """Returns the shard of this rank of the beginning of whole sequences."""
-    lengths = {(dim, CHUNKS * min(CHUNK, size // CHUNKS)) for dim, size in shards.sizes}
+    lengths = {(dim, CHUNKS * _length(size // CHUNKS, chunk)) for dim, size in shards.sizes}
     rank, size = shards.mesh.get_local_rank(), shards.mesh.size()
     for dim, length in lengths:
         if tensor.ndim > dim and tensor.shape[dim] == length * size:
@@ -136,13 +189,13 @@ def _own_shard(tensor: Tensor, shards: LatestShards) -> Tensor:
     return tensor
 
 
-def _difference(own: Tensor, whole: Tensor, shards: LatestShards) -> float:
+def _difference(own: Tensor, whole: Tensor, shards: LatestShards, chunk: int | None) -> float:
     """Returns the largest difference of a position, or 0 for outputs that cannot be compared."""
     own, whole = own.detach(), whole.detach()
     if own.ndim < 2 or not own.is_floating_point():
         return 0.0
     if own.shape != whole.shape:
-        whole = _own_shard(whole, shards)
+        whole = _own_shard(whole, shards, chunk)
     if own.shape != whole.shape:
         return 0.0
     pair = (each.to("cpu", torch.float64) for each in (own, whole))

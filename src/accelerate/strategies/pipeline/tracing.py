@@ -253,12 +253,7 @@ class Tracer(TorchFunctionMode):
         self._keep(tensors_in((args, kwargs)), where)
         weights = self._placeholders.get(submodule)
         if weights is not None and self.stage not in submodule.stages:
-            raise PreparationError(
-                f"{type(self._model).__name__} cannot be split like this: its forward calls {where}, and "
-                f"the module is on {_stages(submodule.stages)} by the order of registration. Name the first "
-                "module of each stage in PipelineConfig(split=[...]), or register modules in the order of "
-                "the forward."
-            )
+            raise self._other_stage(submodule)
         if weights is None:
             outputs = run(*args, **kwargs)
             depends = any(id(leaf) in self._stage_of for leaf in tensors_in(outputs))
@@ -269,6 +264,22 @@ class Tracer(TorchFunctionMode):
             self._mark(tensors_in(outputs))
             outputs = collect_outputs(submodule.module, args, kwargs, outputs)
         return outputs, specs
+
+    def _other_stage(self, submodule: Submodule) -> PreparationError:
+        """Returns the error for a module that the forward calls on a stage that does not have it."""
+        name, starts = submodule.names[0], [start.names[0] for start in self._split.starts]
+        if min(submodule.stages) > self.stage:
+            start = starts[self.stage]
+            call = f"{name} before {start}, with which stage {self.stage + 1} begins"
+            fix = f"Call the modules of a list in its order, and {start} in each batch (no layer drop)"
+        else:
+            again = " again" if any(call.submodule is submodule for call in self.trace.calls) else ""
+            call = f"{name} of {_stages(submodule.stages)}{again} on stage {self.stage}"
+            fix = "Let one stage compute all calls of a module"
+        return PreparationError(
+            f"{type(self._model).__name__} cannot be split like this: its forward calls {call}. {fix}, or "
+            "name the first module of each stage in PipelineConfig(split=[...]), in the order of the forward."
+        )
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begins the next stage, which receives the tensors among the arguments of its first submodule."""

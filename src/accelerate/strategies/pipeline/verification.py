@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accelerate import torch_private
-from accelerate.base import ConfigurationError, PreparationError, StateError
+from accelerate.base import ConfigurationError, PreparationError, StateError, listed
 from accelerate.devices import of_device
+from accelerate.logging import get_logger
 from accelerate.strategies.axes import whole_experts
 from accelerate.strategies.fsdp import fsdp2_canonicalize_names, named_parameters, whole_tensor
 from accelerate.strategies.pipeline.mean_draws import MeanDraws
@@ -42,6 +43,8 @@ from accelerate.strategies.pipeline.runner import Pipeline
 from accelerate.strategies.pipeline.tracing import flatten, restored_attributes, tensors_in
 from accelerate.strategies.pipeline.weights import whole_weights
 from accelerate.strategies.tolerances import TOLERANCES, tolerance_of
+
+logger = get_logger(__name__)
 
 SCALE = 2.0**7
 """Factor of the losses of the pipeline, so that gradients in float16 do not vanish."""
@@ -243,14 +246,21 @@ class Verification:
         context = nullcontext() if is_exact else self._autocast()
         tolerance = TOLERANCES["no"] if is_exact else self._tolerance
         losses: list[Tensor] = []
-        with torch.no_grad(), context, MeanDraws(), _restored_state(reference), _fixed_statistics(reference):
-            found = [_call(reference, part) for part in parts]
-            outputs = _call(reference, whole)
+        with torch.no_grad(), context, MeanDraws(), _fixed_statistics(reference) as statistics:
+            with _restored_state(reference):
+                found = [_call(reference, parts[0])]
+                first = _state_of(reference)
+                found += [_call(reference, part) for part in parts[1:]]
+                last = _state_of(reference)
+            with _restored_state(reference):
+                outputs = _call(reference, whole)
+                expected = _state_of(reference)
             if finisher is not None:
                 finish = finisher(parts, scale=lambda loss: loss, losses=losses)
                 for index, each in enumerate(found):
                     finish(each, index)
                 together = loss_of(outputs, whole.target, loss_fn).float()
+        _warn_of_state(reference, parts, [*statistics, *_changed_names(first, last, expected)])
         if losses and together.isfinite():
             apart = torch.stack(losses).sum().to(together.device)
             if not torch.allclose(together, apart, rtol=tolerance.relative / 10, atol=1e-5):
@@ -411,19 +421,59 @@ def _restored_state(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _fixed_statistics(model: nn.Module) -> Iterator[None]:
-    """Lets batch normalization use its running statistics.
+def _fixed_statistics(model: nn.Module) -> Iterator[list[str]]:
+    """Lets batch normalization use its running statistics, and yields their names.
 
     In a pipeline it uses those of micro-batches, as it does with gradient accumulation.
     """
-    layers = [module for module in model.modules() if isinstance(module, BATCH_NORMS) and module.training]
-    for layer in layers:
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, BATCH_NORMS) and module.training
+    }
+    for layer in layers.values():
         layer.eval()
     try:
-        yield
+        yield list(layers)
     finally:
-        for layer in layers:
+        for layer in layers.values():
             layer.train()
+
+
+def _state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns copies of the buffers of a model, and the numbers among the attributes of its modules."""
+    numbers = {
+        f"{name}.{key}".removeprefix("."): torch.tensor(value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if type(value) in (int, float)
+    }
+    return numbers | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def _changed_names(
+    first: Mapping[str, Tensor], last: Mapping[str, Tensor], whole: Mapping[str, Tensor]
+) -> Iterator[str]:
+    """Yields the names of values that change with each micro-batch, to others than after the whole batch."""
+    for name, value in last.items():
+        others = [state.get(name, torch.zeros(())) for state in (first, whole)]
+        if all(value.shape != other.shape or not _is_close(value, other) for other in others):
+            yield name
+
+
+def _is_close(value: Tensor, other: Tensor) -> bool:
+    value, other = (torch.view_as_real(each) if each.is_complex() else each for each in (value, other))
+    return torch.allclose(value.double(), other.double(), rtol=1e-3, atol=1e-6, equal_nan=True)
+
+
+def _warn_of_state(model: nn.Module, parts: Sequence[MicroBatch], names: Sequence[str]) -> None:
+    if names:
+        logger.warning(
+            f"The state of {listed(names)} in {type(model).__name__} depends on {len(parts)} micro-batches "
+            f"of {parts[0].size} samples in place of their batch, as it does with gradient accumulation. Set "
+            "microbatches=1 in PipelineConfig to compute it for batches, or use a layer without statistics "
+            "of batches."
+        )
 
 
 def _split(
