@@ -574,6 +574,21 @@ class Alternating(Reordered):
         return logits
 
 
+class Queried(Reordered):
+    """A net that uses weights of its modules between the blocks, one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.enter = nn.Embedding(3, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x) + self.queries.weight.mean(0).to(self.head.weight.dtype)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(F.linear(x, self.enter.weight))
+        return logits
+
+
 class Reversed(Reordered):
     def forward(self, x: Tensor) -> Tensor:
         for block in reversed(self.blocks):
@@ -581,7 +596,7 @@ class Reversed(Reordered):
         return x
 
 
-KINDS = (Skipping, Reordered, Nested, Common, Recurrent, Chained, Alternating)
+KINDS = (Skipping, Reordered, Nested, Common, Recurrent, Chained, Alternating, Queried)
 ORDERS = {kind.__name__: kind for kind in KINDS}
 
 
@@ -598,7 +613,9 @@ def train_in_order(name: str, schedule: str) -> None:
     own = dict(model.named_parameters(remove_duplicate=False))
     assert 0 < len(own) < len(dict(alone.named_parameters(remove_duplicate=False)))
     for parameter_name, parameter in alone.named_parameters(remove_duplicate=False):
-        if name != "Common" and parameter_name in own:  # whose gradients are added up in the step
+        # Gradients of weights that stages have in common are added up in the step.
+        is_common = name == "Common" or parameter_name.startswith(("queries", "enter"))
+        if not is_common and parameter_name in own:
             torch.testing.assert_close(own[parameter_name].grad, parameter.grad, msg=parameter_name)
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(batch[0]), alone.eval()(batch[0]))

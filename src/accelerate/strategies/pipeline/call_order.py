@@ -14,6 +14,8 @@ from torch import nn
 _ENTRY = "[]"
 """Name of an entry of a list in a path."""
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+_METADATA = frozenset({"device", "dim", "dtype", "ndim", "numel", "requires_grad", "shape", "size"})
+"""Attributes of tensors that do not depend on their values."""
 _RESULTS = (ast.Return, ast.Yield, ast.YieldFrom)
 Loop = ast.AST | None
 Path = tuple[str, ...]
@@ -27,11 +29,13 @@ class Use(NamedTuple):
         name: Name of the attribute.
         is_call: Whether a module is called, passed to a function or returned, and not only its attributes
             are read.
+        reads_weight: Whether the values of a parameter or buffer of the module are used.
         loop: The innermost loop around the use, or None.
     """
 
     name: str
     is_call: bool
+    reads_weight: bool
     loop: Loop
 
 
@@ -97,9 +101,9 @@ class _Reader:
                 else:
                     yield from self._read(value, loop)
         elif isinstance(node, _RESULTS) and node.value and (path := self._path(node.value)):
-            yield Use(path[0], isinstance(self._end_of(path), nn.Module), loop)
+            yield self._use(path, isinstance(self._end_of(path), nn.Module), loop)
         elif path := self._path(node):
-            yield Use(path[0], False, loop)
+            yield self._use(path, False, loop)
         else:
             yield from self.read_all(ast.iter_child_nodes(node), loop)
 
@@ -115,7 +119,7 @@ class _Reader:
                 yield from self._read(values, outer)
         yield from self.read_all(body, node)
         for path in iterated:
-            yield Use(path[0], True, node)
+            yield self._use(path, True, node)
 
     def _aliases_of(self, target: ast.AST, values: ast.AST) -> Iterator[tuple[str, Path]]:
         """Yields the variables of a loop over entries of attributes, such as lists of modules."""
@@ -154,7 +158,13 @@ class _Reader:
             classes = type(self._module).__mro__
             yield from _uses_in_method(self._module, classes, path[0], self._seen, loop)
         else:
-            yield Use(path[0], self._end_of(path) is not None, loop)
+            yield self._use(path, self._end_of(path) is not None, loop)
+
+    def _use(self, path: Path, is_call: bool, loop: Loop) -> Use:
+        child = self._module._modules.get(path[0])
+        weights = set() if child is None else {*child._parameters, *child._buffers}
+        reads_weight = path[1:2] != () and path[1] in weights and not _METADATA.intersection(path[2:3])
+        return Use(path[0], is_call, reads_weight, loop)
 
     def _is_method(self, name: str) -> bool:
         return inspect.isfunction(getattr(type(self._module), name, None))

@@ -172,13 +172,19 @@ def _groups_in_order(module: nn.Module) -> list[list[tuple[str, nn.Module]]]:
 
 
 def _containers_of(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Returns the names of the modules that contain some modules, the outermost first."""
+    """Returns the names of the modules whose forwards run on each stage, the outermost first.
+
+    These contain some modules, or have weights that the code around them reads.
+    """
     containers = {"": None}
     for name in names:
         parts = name.split(".")
         containers.update(dict.fromkeys(".".join(parts[:depth]) for depth in range(1, len(parts))))
     for container in list(containers):
-        for group in _groups_in_order(model.get_submodule(container)):
+        module = model.get_submodule(container)
+        read = {use.name for use in uses_in_order(module) if use.reads_weight}
+        containers.update(dict.fromkeys(f"{container}.{name}".removeprefix(".") for name in sorted(read)))
+        for group in _groups_in_order(module):
             alternating = [f"{container}.{name}".removeprefix(".") for name, _ in group]
             if not containers.keys().isdisjoint(alternating):
                 containers.update(dict.fromkeys(alternating))

@@ -301,7 +301,7 @@ class Verification:
         for index, outputs in found.outputs.items():
             for difference in _all_differences(outputs, expected.outputs[index], relative):
                 yield Difference((1,), f"returns other outputs (relative difference {difference:.1e})")
-        norms = [float(gradient.float().norm()) for gradient in expected.gradients.values()]
+        norms = [float(_real(gradient).float().norm()) for gradient in expected.gradients.values()]
         zero = self._tolerance.absolute * max(norms, default=0.0)
         for number, name in enumerate(named_parameters(pipeline.model.model)):
             values, right = (each.gradients.get(name, torch.zeros(())) for each in (found, expected))
@@ -378,7 +378,7 @@ def relative_difference(values: Tensor, right: Tensor, tolerance: float, zero: f
     Returns:
         The difference, infinity if other entries are finite, or 0 for tensors that are not floating-point.
     """
-    values, right = (torch.view_as_real(each) if each.is_complex() else each for each in (values, right))
+    values, right = _real(values), _real(right)
     if not right.is_floating_point() or (values.ndim and right.ndim and values.shape != right.shape):
         return 0.0
     values, right = (each.detach().to("cpu", torch.float64) for each in (values, right))
@@ -388,6 +388,10 @@ def relative_difference(values: Tensor, right: Tensor, tolerance: float, zero: f
     if difference <= tolerance * norm + zero + 1e-12:
         return 0.0
     return difference / norm if norm else float("inf")
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _all_differences(values: Iterable[Tensor], right: Iterable[Tensor], tolerance: float) -> Iterator[float]:
@@ -462,8 +466,7 @@ def _changed_names(
 
 
 def _is_close(value: Tensor, other: Tensor) -> bool:
-    value, other = (torch.view_as_real(each) if each.is_complex() else each for each in (value, other))
-    return torch.allclose(value.double(), other.double(), rtol=1e-3, atol=1e-6, equal_nan=True)
+    return torch.allclose(_real(value).double(), _real(other).double(), rtol=1e-3, atol=1e-6, equal_nan=True)
 
 
 def _warn_of_state(model: nn.Module, parts: Sequence[MicroBatch], names: Sequence[str]) -> None:
