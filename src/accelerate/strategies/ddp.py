@@ -146,6 +146,11 @@ _NOT_MANAGED = (
     "average their gradients. Call accelerator.backward(loss), which averages those that were unfrozen, or "
     "prepare the model when all of them exist."
 )
+_UNUSED = (
+    "The loss does not depend on {}, so the backward pass may have ended before gradients were averaged. "
+    "Pass kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)], or freeze these "
+    "parameters."
+)
 _IN_NO_SYNC = (
     "The last forward ran without gradients or inside of no_sync(), so the backward pass did not average "
     "gradients. Call the prepared model outside of no_sync() for the last micro-batch before a step."
@@ -180,6 +185,13 @@ class LateReduction:
     def manages(self, parameter: Tensor) -> bool:
         """Returns whether the reducer averages the gradient of a parameter."""
         return any(parameter is each for each in self._managed)
+
+    def names_without_gradients(self) -> list[str]:
+        """Returns the names of parameters whose gradients the reducer waits for, and that have none."""
+        if self.replica.find_unused_parameters or self.replica.static_graph:
+            return []
+        named = self.replica.module.named_parameters()
+        return [name for name, p in named if p.grad is None and p.requires_grad and self.manages(p)]
 
     def begin(self) -> list[tuple[nn.Parameter, Tensor | None, int]]:
         """Returns a few parameters with their gradients before a backward pass."""
@@ -238,6 +250,8 @@ class DataParallelCheck(ReplicaCheck):
                 continue
             if not reduction.manages(parameter):
                 return _NOT_MANAGED
+            if unused := reduction.names_without_gradients():
+                return _UNUSED.format(listed(unused))
             if reduction.replica.require_forward_param_sync is False:
                 return _IN_NO_SYNC
             return None if reduction.replica.require_forward_param_sync is True else _NO_FORWARD

@@ -14,9 +14,10 @@ from torch import nn
 _ENTRY = "[]"
 """Name of an entry of a list in a path."""
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_VIEWS = (("values",), ("items",), ("children",))
 _METADATA = frozenset({"device", "dim", "dtype", "ndim", "numel", "requires_grad", "shape", "size"})
 """Attributes of tensors that do not depend on their values."""
-_RESULTS = (ast.Return, ast.Yield, ast.YieldFrom)
 Loop = ast.AST | None
 Path = tuple[str, ...]
 """Names of attributes, such as `("layers", "[]", "norm")` for `self.layers[0].norm`."""
@@ -27,8 +28,7 @@ class Use(NamedTuple):
 
     Attributes:
         name: Name of the attribute.
-        is_call: Whether a module is called, passed to a function or returned, and not only its attributes
-            are read.
+        is_call: Whether a module is called or passed to a function, and not only read.
         reads_weight: Whether the values of a parameter or buffer of the module are used.
         loop: The innermost loop around the use, or None.
     """
@@ -88,7 +88,9 @@ class _Reader:
             pairs = [(part.target, part.iter) for part in node.generators]
             conditions = [test for part in node.generators for test in part.ifs]
             results = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+            outer = dict(self._aliases)
             yield from self._read_loop(node, pairs, [*conditions, *results], loop)
+            self._aliases = outer
         elif isinstance(node, ast.Call):
             yield from self._read_call(node, loop)
         elif isinstance(node, ast.Assign):
@@ -96,12 +98,11 @@ class _Reader:
             if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
                 pairs = list(zip(node.targets[0].elts, node.value.elts, strict=False))
             for target, value in pairs:
-                if isinstance(target, ast.Name) and (path := self._path(value)):
+                name = self._list_in(value)
+                if isinstance(target, ast.Name) and (path := self._path(value) or ((name,) if name else ())):
                     self._aliases[target.id] = path
                 else:
                     yield from self._read(value, loop)
-        elif isinstance(node, _RESULTS) and node.value and (path := self._path(node.value)):
-            yield self._use(path, isinstance(self._end_of(path), nn.Module), loop)
         elif path := self._path(node):
             yield self._use(path, False, loop)
         else:
@@ -110,16 +111,12 @@ class _Reader:
     def _read_loop(
         self, node: ast.AST, pairs: Sequence[tuple[ast.AST, ast.AST]], body: Sequence[ast.AST], outer: Loop
     ) -> Iterator[Use]:
-        iterated: list[Path] = []
         for target, values in pairs:
             aliases = dict(self._aliases_of(target, values))
             self._aliases.update(aliases)
-            iterated += aliases.values()
             if not aliases:
                 yield from self._read(values, outer)
         yield from self.read_all(body, node)
-        for path in iterated:
-            yield self._use(path, True, node)
 
     def _aliases_of(self, target: ast.AST, values: ast.AST) -> Iterator[tuple[str, Path]]:
         """Yields the variables of a loop over entries of attributes, such as lists of modules."""
@@ -129,19 +126,34 @@ class _Reader:
             for pair in zip(targets, values.args, strict=False):
                 yield from self._aliases_of(*pair)
             return
-        paths = (path for part in ast.walk(values) if (path := self._path(part)))
-        lists = {path[0] for path in paths} & self._module._modules.keys()
-        if len(lists) == 1:
-            names = (part.id for part in ast.walk(target) if isinstance(part, ast.Name))
-            yield from ((name, (*lists, _ENTRY)) for name in names)
+        if name := self._list_in(values):
+            yield from ((part.id, (name, _ENTRY)) for part in ast.walk(target) if isinstance(part, ast.Name))
+
+    def _list_in(self, node: ast.AST) -> str | None:
+        """Returns the list of modules that an expression has entries of, if it calls none of them."""
+        names: set[str] = set()
+        for part in ast.walk(node):
+            if not isinstance(part, ast.Call):
+                names.update(self._path(part)[:1])
+                continue
+            path = self._path(part.func)
+            if self._is_method("".join(path)):
+                uses = list(self._call(path, None))
+                if any(use.is_call for use in uses):
+                    return None
+                names.update(use.name for use in uses)
+            elif not _is_builtin(part.func) and path[1:] not in _VIEWS:
+                return None
+        children = self._module._modules
+        lists = [name for name in names if isinstance(children.get(name), _LISTS)]
+        return lists[0] if len(lists) == 1 else None
 
     def _read_call(self, node: ast.Call, loop: Loop) -> Iterator[Use]:
         function = node.func
-        inspects = isinstance(function, ast.Name) and function.id in vars(builtins)
+        inspects = _is_builtin(function)
         for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
             path = () if inspects else self._path(argument)
-            is_module = bool(path) and isinstance(self._end_of(path), nn.Module)
-            if is_module or self._is_method("".join(path)):
+            if path and (self._computes(path) or self._is_method("".join(path))):
                 yield from self._call(path, loop)
             else:
                 yield from self._read(argument, loop)
@@ -158,7 +170,7 @@ class _Reader:
             classes = type(self._module).__mro__
             yield from _uses_in_method(self._module, classes, path[0], self._seen, loop)
         else:
-            yield self._use(path, self._end_of(path) is not None, loop)
+            yield self._use(path, self._computes(path), loop)
 
     def _use(self, path: Path, is_call: bool, loop: Loop) -> Use:
         child = self._module._modules.get(path[0])
@@ -183,18 +195,24 @@ class _Reader:
             return (*outer, _ENTRY) if outer else ()
         return ()
 
-    def _end_of(self, path: Path) -> nn.Module | str | None:
-        """Returns the module of a path, the name of another attribute of one, or None for tensors."""
+    def _computes(self, path: Path) -> bool:
+        """Returns whether a path leads to a module, or to a method that the class of a module has added."""
         module = self._module
-        for name in path:
+        for position, name in enumerate(path):
             if name in module._parameters or name in module._buffers:
-                return None
+                return False
             children = module._modules
             child = next(iter(children.values()), None) if name == _ENTRY else children.get(name)
             if child is None:
-                return name
+                method = getattr(type(module), name, None)
+                is_added = inspect.isfunction(method) and method is not getattr(nn.Module, name, None)
+                return is_added and position == len(path) - 1 and not isinstance(module, _LISTS)
             module = child
-        return module
+        return True
+
+
+def _is_builtin(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in vars(builtins)
 
 
 def _is_super(node: ast.AST) -> bool:

@@ -147,7 +147,7 @@ def _groups_in_order(module: nn.Module) -> list[list[tuple[str, nn.Module]]]:
     children = [(name, child) for name, child in module._modules.items() if child is not None]
     if isinstance(module, _LISTS):
         return [[child] for child in children]
-    uses = sorted(uses_in_order(module), key=lambda use: not use.is_call)
+    uses = [use for use in uses_in_order(module) if use.is_call]
     first: dict[str, int] = {}
     for position, use in enumerate(uses):
         first.setdefault(use.name, position)
@@ -161,7 +161,7 @@ def _groups_in_order(module: nn.Module) -> list[list[tuple[str, nn.Module]]]:
     group_of: dict[Any, list[tuple[str, nn.Module]]] = {}  # of each loop
     for i in sorted(range(len(children)), key=positions.__getitem__):
         name, child = children[i]
-        loops = {use.loop for use in uses if use.name == name and use.is_call} - {None}
+        loops = {use.loop for use in uses if use.name == name} - {None}
         loops = loops if isinstance(child, nn.ModuleList) else set()
         group = next((group_of[loop] for loop in loops if loop in group_of), [])
         if not group:
