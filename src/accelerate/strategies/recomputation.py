@@ -132,14 +132,18 @@ def _contexts_with_state(
     """Returns the contexts of `context_fn`, with which a block changes its attributes and buffers once."""
     before = ModuleState(block)
     forward, recomputation = context_fn()
-    return _checked_forward(block, before, forward), RestoredState(block, before, recomputation, versions)
+    checked = _checked_forward(block, before, forward, versions)
+    return checked, RestoredState(block, before, recomputation, versions)
 
 
 @contextmanager
-def _checked_forward(block: nn.Module, before: ModuleState, context: Any) -> Iterator[None]:
-    """Raises an error after a forward that has changed a buffer whose values are not known any more."""
+def _checked_forward(
+    block: nn.Module, before: ModuleState, context: Any, versions: Sequence[tuple[Tensor, int]]
+) -> Iterator[None]:
+    """Raises an error after a forward that has changed values that are not known any more."""
     with context:
         yield
+    _check_versions(block, versions)
     if lost := before.lost_buffer:
         name = type(block).__name__
         fix = (
@@ -147,6 +151,15 @@ def _checked_forward(block: nn.Module, before: ModuleState, context: Any) -> Ite
             "blocks that are recomputed"
         )
         reason = f"its forward changes its buffer {lost!r} in place"
+        raise wrong_value("activation checkpointing", name, reason, fix)
+
+
+def _check_versions(block: nn.Module, versions: Sequence[tuple[Tensor, int]]) -> None:
+    """Raises an error if an input of a block has been changed in place since its forward began."""
+    if any(torch_private.in_place_version(tensor) != version for tensor, version in versions):
+        name = type(block).__name__
+        reason = "an input of its forward has been changed in place, and a recomputation needs it"
+        fix = f"Change a copy of the tensor, or leave {name} out of the blocks that are recomputed"
         raise wrong_value("activation checkpointing", name, reason, fix)
 
 
@@ -170,13 +183,7 @@ class RestoredState:
         self._current = before
 
     def __enter__(self) -> None:
-        if any(torch_private.in_place_version(tensor) != version for tensor, version in self._versions):
-            name = type(self._block).__name__
-            reason = (
-                "an input of its forward has been changed in place since then, and a recomputation needs it"
-            )
-            fix = f"Change a copy of the tensor, or leave {name} out of the blocks that are recomputed"
-            raise wrong_value("activation checkpointing", name, reason, fix)
+        _check_versions(self._block, self._versions)
         self._current = ModuleState(self._block)
         self._before.restore_copies()
         self._inner.__enter__()

@@ -665,7 +665,22 @@ def test_an_input_that_is_changed_in_place_is_refused() -> None:
     layer = nn.ModuleList([Adding()])
     recompute(layer, list(layer))
     hidden = torch.ones(2, 4)
-    loss = layer[0](hidden, total=torch.zeros(2, 4)).sum()
+    for total in (torch.zeros(2, 4), torch.zeros(2, 4).requires_grad_().clone()):
+        with pytest.raises(ConfigurationError, match="an input of its forward has been changed in place"):
+            layer[0](hidden, total=total)
+    with torch.no_grad():
+        layer[0](hidden, total=torch.zeros(2, 4))
+
+
+class Scaling(nn.Linear):
+    def forward(self, hidden: Tensor, *, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden) * scale
+
+
+def test_an_input_that_is_changed_in_place_after_the_forward_is_refused() -> None:
+    layer, scale = nn.ModuleList([Scaling(4, 4)]), torch.ones(4)
+    recompute(layer, list(layer))
+    loss = layer[0](torch.ones(2, 4), scale=scale).sum()
+    scale += 1
     with pytest.raises(ConfigurationError, match="an input of its forward has been changed in place"):
         loss.backward()
-    layer[0](hidden, total=torch.zeros(2, 4).requires_grad_().clone())  # and not without a backward pass
