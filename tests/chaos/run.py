@@ -64,7 +64,15 @@ def make_command(mechanism: str, members: int, failures: int) -> list[str]:
 class Training:
     """Launch of a script whose processes may fail."""
 
-    def __init__(self, folder: Path, command: list[str], members: int, epochs: int, pause: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        command: list[str],
+        members: int,
+        epochs: int,
+        pause: float,
+        **variables: str,
+    ) -> None:
         self.folder, self.members = folder, members
         folder.mkdir()
         path = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
@@ -77,13 +85,19 @@ class Training:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": path.rstrip(os.pathsep),
             "TMPDIR": str(folder),  # of the reports of failures
+            **variables,
         }
         self.output = (folder / "output.txt").open("w")
         self.process = subprocess.Popen(command, env=environment, stdout=self.output, stderr=self.output)
         self.killed: list[Failure] = []
 
-    def wait(self) -> int:
-        code = self.process.wait()
+    def wait(self, timeout: float | None = None) -> int:
+        """Returns the exit code, which is that of a signal if the run takes longer than the timeout."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()
+            code = self.process.wait()
         self.output.close()
         return code
 

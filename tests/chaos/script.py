@@ -1,13 +1,11 @@
-"""Training with `accelerate launch --replicas`, or with `--max_restarts` and checkpoints."""
+"""Training with `accelerate launch --replicas`, or with `--max_restarts` and checkpoints, in any order."""
 
 from __future__ import annotations
 
 import os
 import time
-from functools import partial
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -15,10 +13,24 @@ from accelerate.recovery import Recovery
 from accelerate.state import services
 from accelerate.test_utils.scripts.test_failures import Progress
 from accelerate.utils import ProjectConfiguration
-from chaos.training import BATCH, EPOCHS, FOLDER, PAUSE, STEPS_PER_EPOCH, Member, make_data, make_model
+from chaos.orders import make_parts, train
+from chaos.training import (
+    ACCUMULATION,
+    BATCH,
+    EPOCHS,
+    FOLDER,
+    ORDER,
+    PAUSE,
+    STEPS_PER_EPOCH,
+    TIER,
+    Member,
+    make_data,
+)
 
 REPLICA = os.environ.get("ACCELERATE_REPLICA")
 SAVE_EVERY = 5 if REPLICA is None else 4 * STEPS_PER_EPOCH
+FAST = {"fast_dir": str(FOLDER / "fast"), "fast_every": 2, "durable_every": 3} if TIER == "fast" else {}
+RESTORES_LOADER = REPLICA is not None or TIER == "fast"
 
 
 def num_members() -> int:
@@ -31,17 +43,18 @@ def main() -> None:
     torch.manual_seed(int(REPLICA or 0))
     accelerator = Accelerator(
         cpu=True,
+        gradient_accumulation_steps=ACCUMULATION,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=1),
         project_config=ProjectConfiguration(
-            FOLDER / "project", automatic_checkpoint_naming=True, total_limit=2
+            FOLDER / "project", automatic_checkpoint_naming=True, total_limit=2, **FAST
         ),
     )
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     member = Member(accelerator.process_index if REPLICA is None else int(REPLICA), attempt)
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(make_data(), batch_size=BATCH, shuffle=True)  # type: ignore[arg-type]
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    parts = make_parts(ORDER)
+    first, second, one, two, loader = accelerator.prepare(*parts, loader)
+    parts = parts._replace(first=first, second=second, one=one, two=two)
     progress, samples = Progress(), list[int]()
     accelerator.register_for_checkpointing(progress)
     accelerator.register_save_state_pre_hook(lambda *_: member.fail("save"))
@@ -50,34 +63,36 @@ def main() -> None:
         member.log_step(progress.step + 1, epoch, samples, num_members())
         member.fail("step")
 
-    optimizer.register_step_pre_hook(on_step)
-    if REPLICA is None and any(FOLDER.glob("project/checkpoints/checkpoint_*")):
+    if ORDER == "closure":  # which is called inside of the step
+        one.register_step_post_hook(on_step)
+    else:
+        one.register_step_pre_hook(on_step)
+    checkpoints = [*FOLDER.glob("project/checkpoints/checkpoint_*"), *FOLDER.glob("fast/**/manifest.json")]
+    if (REPLICA is None or TIER == "fast") and checkpoints:
         accelerator.load_state()
     member.log.write("start", step=progress.step)
     for epoch in range(progress.epoch, EPOCHS):
-        batches = accelerator.skip_first_batches(loader, progress.batch) if progress.batch else loader
-        for rows, labels, numbers in batches:
+        skipped = 0 if RESTORES_LOADER else progress.batch
+        for rows, labels, numbers in accelerator.skip_first_batches(loader, skipped) if skipped else loader:
+            member.step = progress.step
             member.fail("batch")
             member.fail("exit")
-            loss = nn.functional.cross_entropy(model(rows), labels)
-            loss.register_hook(partial(lambda place, _: member.fail(place), "backward"))
             samples += numbers.tolist()
-            if accelerator.sync_gradients:
-                member.log_attempt(progress.step + 1, epoch, samples, num_members())
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                time.sleep(PAUSE)
-            optimizer.step()
-            optimizer.zero_grad()
-            progress.batch += REPLICA is None  # loaders of replica groups restore their position
+            with accelerator.accumulate(first, second):
+                if accelerator.sync_gradients:
+                    member.log_attempt(progress.step + 1, epoch, samples, num_members())
+                    time.sleep(PAUSE)
+                train(ORDER, accelerator, parts, rows, labels, member.fail)
+            progress.batch += 1
             if accelerator.sync_gradients:
                 samples.clear()
                 if not accelerator.optimizer_step_was_skipped:
                     progress.step += 1
-                    if progress.step % SAVE_EVERY == 0:
+                    if TIER != "fast" and progress.step % SAVE_EVERY == 0:
                         accelerator.save_state()
         progress.epoch, progress.batch = epoch + 1, 0
-    state = accelerator.get_state_dict(model)
+    others = {f"second.{name}": value for name, value in accelerator.get_state_dict(second).items()}
+    state = {**accelerator.get_state_dict(first), **others}
     if accelerator.process_index == 0 and progress.step:
         member.log_weights(state)
 

@@ -16,6 +16,11 @@ from accelerate.test_utils.scripts.test_failures import Log, Process
 torch.set_default_dtype(torch.float64)  # so that a difference of weights is not rounding
 FOLDER, PAUSE = Path(os.environ["CHAOS_FOLDER"]), float(os.environ["CHAOS_PAUSE"])
 EPOCHS, MEMBERS = int(os.environ["CHAOS_EPOCHS"]), int(os.environ["CHAOS_MEMBERS"])
+ORDER, ACCUMULATION = os.environ.get("CHAOS_ORDER", "plain"), int(os.environ.get("CHAOS_ACCUMULATION", "1"))
+TIER = os.environ.get("CHAOS_TIER", "")
+"""Checkpoints: "durable" ones in the project, "fast" ones after every second step too, or ""."""
+PLAN = json.loads(os.environ.get("CHAOS_PLAN", "[]"))
+"""Failures that a run plans itself: the index of a member or "all", a step, and a place in it."""
 SAMPLES, BATCH = 96, 2
 STEPS_PER_EPOCH = SAMPLES // BATCH // MEMBERS
 
@@ -41,19 +46,27 @@ class Member:
     """
 
     def __init__(self, number: int, attempt: int = 0) -> None:
-        self.number = number
+        self.number, self.step = number, 0
         self.log = Log(FOLDER, Process(number, MEMBERS, 0, 1, attempt))
         path = FOLDER / f"pid-{number}"
         path.with_suffix(".part").write_text(f"{os.getpid()} {attempt}")
         path.with_suffix(".part").replace(path)
 
     def fail(self, place: str) -> None:
-        """Ends this process if a file names this place for it."""
+        """Ends this process if the plan or a file names this place for it."""
+        for index, (member, step, planned) in enumerate(PLAN):
+            is_due = member in (self.number, "all") and place == planned and self.step >= step
+            if is_due and not (done := FOLDER / f"failed-{index}-{self.number}").exists():
+                done.touch()
+                self._end(place)
         order = FOLDER / f"order-{place}-{'any' if place == 'save' else self.number}"
         try:
             order.unlink()
         except FileNotFoundError:
             return
+        self._end(place)
+
+    def _end(self, place: str) -> None:
         self.log.write("failure", place=place)
         if place == "exit":
             sys.exit(3)

@@ -4,7 +4,7 @@
 for each block of trials; `--seed 7` repeats one trial. A difference is printed with its schedule. `--kind`
 chooses what is compared. "resume": interrupted and resumed runs equal those without a break. "loops":
 training loops on several ranks equal plain torch on one process. "axes": layouts of
-models do, or are refused.
+models do, or are refused. "failures": launched loops whose processes are killed equal undisturbed ones.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import axes
+import failures
 import loops
 import resume
 
@@ -31,7 +32,7 @@ from distributed import conftest as ranks
 
 BLOCK = 50  # trials whose processes are started together
 SECONDS = 8.0  # for each trial, on average, and as much again for each request
-KINDS: dict[str, Any] = {"resume": resume, "loops": loops, "axes": axes}
+KINDS: dict[str, Any] = {"resume": resume, "loops": loops, "axes": axes, "failures": failures}
 """Modules with `describe(seed)`, which returns the schedule of a trial as text, and `run(seeds, ask)`, which
 runs trials and returns the difference that each has found by its seed, or an empty string. A module may have
 `outcomes`, a counter of what trials have found that is not a difference."""

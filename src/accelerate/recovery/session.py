@@ -214,8 +214,9 @@ class Recovery:
         num_before = 0 if self.members is None else self.members.size
         self._outcome = None
         self._transport = None
-        self.members = self._begin_with_state(self._membership)
-        if self._membership.num_committed == 0:
+        epoch = loader.epoch
+        self.members = self._begin_with_state(self._membership, loader)
+        if self._membership.num_committed == 0 and loader.epoch == epoch:
             self.members = self._begin_together(self.members)
         self._leader.is_leader = self.members.index == 0
         self._states, self._kept = self._model_states(), []
@@ -224,16 +225,25 @@ class Recovery:
             record_event("members", text)
         return self.members
 
-    def _begin_with_state(self, membership: Membership) -> Members:
+    def _begin_with_state(self, membership: Membership, loader: RecoveryLoader) -> Members:
         """Agrees on the members, and waits for one with state as long as a replica group has committed steps.
 
         A replica group that is slow to answer may miss a step, which those that have just started must not
-        take without it.
+        take without it. The loader moves behind a pass that the others end meanwhile.
         """
         members, deadline = membership.begin(), time.monotonic() + self._run.timeout
-        while not membership.num_committed:
-            if not self._ask_store(lambda: self._has_begun() and time.monotonic() < deadline):
-                break
+        while not membership.num_committed and self._ask_store(self._has_begun):
+            over, is_late = self._ask_store(
+                lambda: (self._num_passes_over(loader), time.monotonic() > deadline)
+            )
+            if over > loader.epoch:
+                loader.epoch, loader.position = over, 0
+                return members
+            if is_late:
+                raise RecoveryError(
+                    f"The replica groups that have taken steps sent no state within {self._run.timeout} s. "
+                    "They have ended, or do not reach their next step."
+                )
             membership.decline()
             time.sleep(PAUSE)
             members = membership.begin()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.base import ConfigurationError, StateError
+from accelerate.base import ConfigurationError, RecoveryError, StateError
+from accelerate.launch import committed_key
+from accelerate.recovery.loader import RecoveryLoader
 from accelerate.recovery.membership import Members
-from accelerate.recovery.session import Recovery
+from accelerate.recovery.session import PASSES, Recovery
 
 
 def new_recovery(**attributes: Any) -> Recovery:
@@ -47,3 +51,54 @@ def test_the_number_of_micro_batches_is_not_changed_within_a_pass(states: None) 
     accelerator.gradient_accumulation_steps = 3
     assert accelerator.gradient_accumulation_steps == 3
     accelerator._recovery = None
+
+
+class Store(dict[str, str]):
+    """The store of a run."""
+
+    def check(self, names: list[str]) -> bool:
+        return all(name in self for name in names)
+
+
+class Waiting:
+    """Membership of a replica group that has started again, to which no other one sends its state."""
+
+    num_committed = 0
+
+    def __init__(self, on_begin: Callable[[int], Any] = lambda number: None) -> None:
+        self.num_begun, self._on_begin = 0, on_begin
+
+    def begin(self) -> Members:
+        self.num_begun += 1
+        self._on_begin(self.num_begun)
+        return Members(0, 1)
+
+    def decline(self) -> None:
+        pass
+
+
+def begin_again(membership: Waiting, store: Store, timeout: float) -> RecoveryLoader:
+    """Begins a step of pass 3 while another replica group has taken steps, and returns the loader."""
+    store.update({committed_key(0): "7", PASSES.format(0, 0): "3"})
+    run = SimpleNamespace(timeout=timeout)
+    recovery = new_recovery(_store=store, _life=0, num_replicas=2, _run=run)
+    loader = RecoveryLoader.__new__(RecoveryLoader)
+    loader.number, loader.epoch, loader.position = 0, 3, 8
+    recovery._begin_with_state(cast("Any", membership), loader)
+    return loader
+
+
+def test_a_pass_that_others_end_meanwhile_is_not_trained_alone(
+    states: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accelerate.recovery.session.PAUSE", 0.0)
+    store = Store()
+    over = PASSES.format(0, 0)
+    membership = Waiting(lambda number: store.update({over: "4"}) if number == 3 else None)
+    loader = begin_again(membership, store, 60.0)
+    assert (loader.epoch, loader.position, membership.num_begun) == (4, 0, 3)
+
+
+def test_steps_are_not_taken_without_the_state_of_the_run(states: None) -> None:
+    with pytest.raises(RecoveryError, match="sent no state within -1"):
+        begin_again(Waiting(), Store(), -1)

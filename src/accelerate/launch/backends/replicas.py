@@ -268,10 +268,10 @@ def _run_groups(
                 group.is_done = True
                 if code and not ending.received:
                     # A group that starts again after the last step has no batch, and its script may need one.
-                    has_steps = bool(_num_steps(store, group))
-                    after = "" if has_steps else ", and had no step of its own"
+                    is_late = not _num_steps(store, group) and has_steps(store, groups.replicas)
+                    after = ", and had no step of its own" if is_late else ""
                     say(f"replica group {group.number} {_ended(code)} after another group was done{after}")
-                    failed = failed or (children.exit_code(code) if has_steps else 0)
+                    failed = failed or (0 if is_late else children.exit_code(code))
                 continue
             num_steps = _num_steps(store, group)
             is_futile = not num_steps or num_steps == group.num_steps
@@ -301,12 +301,17 @@ def _num_steps(store: Any, group: Group) -> int:
     return int(store.get(key)) if store.check([key]) else 0
 
 
+def has_steps(store: Any, replicas: int) -> bool:
+    """Returns whether a replica group that has not been started again since has committed a step."""
+    return any(store.check([committed_key(replica)]) for replica in range(replicas))
+
+
 def begin_life(store: Any, replicas: int) -> None:
     """Begins the next life of a run if steps were committed, and no replica group holds their state any more.
 
     The groups then begin where the script or its checkpoint does, and not where keys of the store say.
     """
-    if any(store.check([committed_key(replica)]) for replica in range(replicas)):
+    if has_steps(store, replicas):
         return
     life = store.get(LIFE).decode() if store.check([LIFE]) else ""
     if store.check([begun_key(int(life or 0))]):
