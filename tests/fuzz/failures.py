@@ -1,8 +1,8 @@
 """Trials of failures: launched loops of any order have the result of a run without failures.
 
 A trial launches `tests/chaos/script.py` with replica groups, or with restarts and checkpoints, and kills
-members at random steps and places. The weights are those of the same launch without failures, and no sample is
-lost or repeated.
+members at random steps and places. The weights are those of the same launch without failures, and no sample
+is lost or repeated.
 """
 
 from __future__ import annotations

@@ -134,7 +134,8 @@ class FastSaves(BatchObserver):
             # A count of generations would begin anew in each life of the run.
             is_durable = not is_saved and interval > 0 and updates // interval > before // interval
             next_durable = max(self._project.iteration, self._num_found) + (is_saved or is_durable)
-            saver = self._tier.begin(self._request(), next_durable)
+            request = self._request()
+            saver = self._tier.begin(request, next_durable)
             try:
                 payloads = self._collect(saver)
             except Exception as error:
@@ -143,10 +144,13 @@ class FastSaves(BatchObserver):
             except BaseException:  # an interrupt: no rank may wait for this save
                 saver.discard()
                 raise
-            written: Future[list[checkpointing.Payload]] | None = Future() if is_durable else None
+            recovery = self._runtime.recovery
+            writes_durable = is_durable and (recovery is None or recovery.is_leader)
+            self._project.iteration += is_durable  # in all replica groups, of which one writes
+            written: Future[list[checkpointing.Payload]] | None = Future() if writes_durable else None
             self._tier.write(saver, payloads, written)
             if written is not None:
-                self._write_durable(written)
+                self._write_durable(written, request)
 
     def _collect(self, saver: checkpointing.GenerationSaver) -> list[checkpointing.Payload]:
         has_hooks = bool(self._runtime.checkpoints.save_hooks)
@@ -154,10 +158,11 @@ class FastSaves(BatchObserver):
         payloads = accelerator.checkpoint_items.collect(self._runtime, staging, self._step(), True)
         return [*payloads, *(saver.files_of_hooks() if has_hooks else ())]
 
-    def _write_durable(self, written: Future[list[checkpointing.Payload]]) -> None:
+    def _write_durable(
+        self, written: Future[list[checkpointing.Payload]], request: checkpointing.Request
+    ) -> None:
         """Writes the files of a generation to the next numbered checkpoint, in the background."""
-        request, checkpoints = self._request(), self._runtime.checkpoints
-        self._project.iteration += 1
+        checkpoints = self._runtime.checkpoints
 
         def copy_and_commit() -> None:
             try:
