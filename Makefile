@@ -12,6 +12,8 @@ SEEDS ?= 0:2000
 # How many failures `make chaos` makes, and what continues the run: replicas, restart or torchft.
 FAILURES ?= 100
 AGAINST ?= replicas
+# The order of the calls in the loop of `make chaos`, such as "zero first"; tests/chaos/orders.py has all.
+ORDER ?= plain
 # The one environment that `make test-versions` runs: oldest, middle, newest or lowest; all where it is empty.
 ONLY ?=
 # Debian packages that tests of several machines and of pages start; without them those tests skip, and say so.
@@ -67,10 +69,10 @@ mutate: $(VENV)/.test-installed $(VENV)/.mutation-installed ## measure which sma
 	rm -rf mutants
 	$(ONE_THREAD) $(BIN)/python tests/mutation/run.py --sample $(SAMPLE) --workers $(WORKERS)
 
-chaos: $(VENV)/.test-installed ## train with replica groups that fail at random moments (FAILURES=100; AGAINST=restart or torchft: the same otherwise)
-	$(ONE_THREAD) $(BIN)/python tests/chaos/run.py --failures $(FAILURES) --against $(AGAINST)
+chaos: $(VENV)/.test-installed ## train with replica groups that fail at random moments (FAILURES=100; AGAINST=restart or torchft: the same otherwise; ORDER="zero first": another loop)
+	$(ONE_THREAD) $(BIN)/python tests/chaos/run.py --failures $(FAILURES) --against $(AGAINST) --order "$(ORDER)"
 
-fuzz: $(VENV)/.test-installed ## compare interrupted and resumed runs of random schedules with uninterrupted ones, or training loops (KIND=loops SEEDS=0:2000) or layouts of models (KIND=axes SEEDS=0:500) with plain torch
+fuzz: $(VENV)/.test-installed ## compare interrupted and resumed runs of random schedules with uninterrupted ones, or training loops (KIND=loops SEEDS=0:2000) or layouts of models (KIND=axes SEEDS=0:500) with plain torch, or launched loops whose processes are killed (KIND=failures SEEDS=0:100) with undisturbed ones
 	$(ONE_THREAD) $(BIN)/python tests/fuzz/run.py --kind $(KIND) --seeds $(SEEDS) --workers $(WORKERS)
 
 check: $(VENV)/.check-installed ## lint, formatting and types

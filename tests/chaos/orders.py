@@ -36,8 +36,10 @@ class Parts(NamedTuple):
 
 
 def make_parts(order: str) -> Parts:
-    middle = nn.BatchNorm1d(16) if order == "statistics" else nn.Tanh()
-    first = nn.Sequential(nn.Linear(8, 16), middle, nn.Linear(16, 8)).double()
+    normalizes = order == "statistics"
+    # Adam amplifies the rounding of the gradient of a bias before batch normalization, which is 0.
+    enter = nn.Linear(8, 16, bias=not normalizes)
+    first = nn.Sequential(enter, nn.BatchNorm1d(16) if normalizes else nn.Tanh(), nn.Linear(16, 8)).double()
     second = nn.Linear(8, 4).double()
     if order not in ("two optimizers", "gan"):
         both = [*first.parameters(), *second.parameters()]

@@ -3,7 +3,7 @@
 `python tests/chaos/run.py --failures 100` prints each failure with the time until the next committed step,
 the largest difference of the weights, and the number of samples that were lost or repeated.
 `--against restart` does the same with `--max_restarts` and checkpoints, and `--against torchft` with torchft
-alone.
+alone. `--order` chooses the order of the calls in the training loop.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))
 from accelerate.commands.failure_check import (
     Comparison,
     Failure,
@@ -37,6 +38,7 @@ from accelerate.commands.failure_check import (
     read_events,
     read_weights,
 )
+from chaos.orders import ORDERS
 
 FOLDER = Path(__file__).parent
 PAUSE = 0.1  # seconds in each step
@@ -197,16 +199,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--failures", type=int, default=100)
     parser.add_argument("--against", choices=MECHANISMS, default="replicas")
+    parser.add_argument("--order", choices=ORDERS, default="plain", help="order of the calls in the loop")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="existing folder in which the files of both runs are kept")
     options = parser.parse_args()
-    epochs = max(4, options.failures * EPOCHS_OF_FAILURE)
+    if options.against == "torchft" and options.order != "plain":
+        parser.error(f"--order {options.order!r}: the loop with torchft alone has one order. Leave it out.")
+    epochs, variables = max(4, options.failures * EPOCHS_OF_FAILURE), {"CHAOS_ORDER": options.order}
     command = make_command(options.against, options.replicas, options.failures)
     with nullcontext(options.folder) if options.folder else tempfile.TemporaryDirectory() as name:
-        calm = Training(Path(name) / "calm", command, options.replicas, epochs, 0.0)
+        calm = Training(Path(name) / "calm", command, options.replicas, epochs, 0.0, **variables)
         assert calm.wait() == 0, (calm.folder / "output.txt").read_text()
-        training = Training(Path(name) / "disturbed", command, options.replicas, epochs, PAUSE)
+        training = Training(Path(name) / "disturbed", command, options.replicas, epochs, PAUSE, **variables)
         disturb(training, options.failures, options.seed)
         code = training.wait()
         is_right = report(calm.read(), training.read(), code) or options.against == "torchft"

@@ -10,104 +10,42 @@ from typing import Any
 
 import pytest
 import torch
+from tests.chaos.orders import ORDERS, REFUSED
 
 pytest.importorskip("torchft")
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--main_process_port", "0"]
 SECONDS = 240
 SCRIPT = """
-import itertools, os, pathlib, signal, time
+import os, pathlib, signal, time
 import torch
-from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from accelerate import Accelerator
+from chaos.orders import make_parts, train
 
 folder, order = pathlib.Path(os.environ["FOLDER"]), os.environ["ORDER"]
 replica = int(os.environ.get("ACCELERATE_REPLICA", "0"))
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=int(os.environ["STEPS"]))
 torch.manual_seed(0)
-middle = nn.BatchNorm1d(8) if order == "statistics" else nn.Tanh()
-first, second = nn.Sequential(nn.Linear(4, 8), middle, nn.Linear(8, 4)), nn.Linear(4, 4)
-first, second = first.double(), second.double()
-both = [*first.parameters(), *second.parameters()]
-one = torch.optim.AdamW(first.parameters() if order in ("two optimizers", "gan") else both, lr=0.02)
-two = torch.optim.SGD(second.parameters(), lr=0.1)
 generator = torch.Generator().manual_seed(1)
-data = [torch.randn(4, generator=generator).double() for _ in range(64)]
-loader = DataLoader(data, batch_size=2)
-first, second, one, loader = accelerator.prepare(first, second, one, loader)
-if order in ("two optimizers", "gan"):
-    two = accelerator.prepare(two)
+data = [(torch.randn(8, generator=generator).double(), index % 4) for index in range(64)]
+parts = make_parts(order)
+first, second, one, two, loader = accelerator.prepare(*parts, DataLoader(data, batch_size=2))
+parts = parts._replace(first=first, second=second, one=one, two=two)
+number = 0
 
 
-def fail(number):
-    if replica == int(os.environ.get("REPLICA", "-1")) and number == int(os.environ["NUMBER"]):
-        if not (folder / "failed").exists():
+def fail(place):
+    if place in ("backward", "before the step") and number == int(os.environ.get("NUMBER", "-1")):
+        if replica == 1 and not (folder / "failed").exists():
             (folder / "failed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(number, batch):
-    if order == "plain":
-        loss = second(first(batch)).square().mean()
-        accelerator.backward(loss)
-        fail(number)
-        one.step()
-        one.zero_grad()
-    elif order in ("zero first", "statistics"):
-        one.zero_grad()
-        loss = second(first(batch)).square().mean()
-        fail(number)
-        accelerator.backward(loss)
-        one.step()
-    elif order == "zero after forward":
-        loss = second(first(batch)).square().mean()
-        one.zero_grad()
-        accelerator.backward(loss)
-        fail(number)
-        one.step()
-    elif order == "two backward":
-        hidden = first(batch)
-        accelerator.backward(second(hidden).square().mean())
-        fail(number)
-        accelerator.backward(second(first(batch + 1)).abs().mean())
-        one.step()
-        one.zero_grad()
-    elif order == "two optimizers":
-        one.zero_grad()
-        two.zero_grad()
-        loss = second(first(batch)).square().mean()
-        accelerator.backward(loss)
-        fail(number)
-        one.step()
-        two.step()
-    elif order == "gan":
-        loss = F.softplus(second(first(batch).detach())).mean() + F.softplus(-second(batch)).mean()
-        accelerator.backward(loss)
-        two.step()
-        two.zero_grad()
-        fail(number)
-        loss = F.softplus(-second(first(batch))).mean()
-        accelerator.backward(loss)
-        one.step()
-        one.zero_grad()
-        two.zero_grad()
-    elif order == "closure":
-        def closure():
-            one.zero_grad()
-            loss = second(first(batch)).square().mean()
-            accelerator.backward(loss)
-            return loss
-        fail(number)
-        one.step(closure)
-
-
-number = 0
 for epoch in range(2):
-    for batch in loader:
+    for rows, labels in loader:
         with accelerator.accumulate(first, second):
-            train(number, batch)
+            train(order, accelerator, parts, rows, labels, fail)
         number += 1
         time.sleep(float(os.environ.get("PAUSE", "0")))
 others = {f"second.{name}": value for name, value in accelerator.get_state_dict(second).items()}
@@ -115,23 +53,19 @@ state = {**accelerator.get_state_dict(first), **others}
 if accelerator.process_index == 0:
     torch.save(state, folder / f"end-{replica}.pt")
 """
-REFUSED = {"gan": "after an optimizer has stepped on this batch"}
-ORDERS = [
-    "plain",
-    "zero first",
-    "zero after forward",
-    "two backward",
-    "two optimizers",
-    "gan",
-    "closure",
-    "statistics",
-]
 
 
 def launch(folder: Path, *options: str, **variables: str) -> tuple[list[dict[str, Any]], int, str]:
     folder.mkdir(exist_ok=True)
     (folder / "script.py").write_text(SCRIPT)
-    environment = {**os.environ, "FOLDER": str(folder), "OMP_NUM_THREADS": "1", **variables}
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {
+        **os.environ,
+        "FOLDER": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": path.rstrip(os.pathsep),
+        **variables,
+    }
     words = [*LAUNCH, *options, str(folder / "script.py")]
     ended = subprocess.run(
         words, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False
@@ -141,12 +75,12 @@ def launch(folder: Path, *options: str, **variables: str) -> tuple[list[dict[str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", ["1", "2"])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", [*ORDERS, *REFUSED])
 def test_a_loop_has_the_weights_of_a_run_without_failures(tmp_path: Path, order: str, steps: str) -> None:
     expected, code, err = launch(tmp_path / "plain", "--num_processes", "2", ORDER=order, STEPS=steps)
     assert code == 0, err
     found, code, err = launch(
-        tmp_path / "failed", "--replicas", "2", ORDER=order, STEPS=steps, REPLICA="1", NUMBER="9", PAUSE="0.3"
+        tmp_path / "failed", "--replicas", "2", ORDER=order, STEPS=steps, NUMBER="9", PAUSE="0.3"
     )
     if order in REFUSED:
         assert code == 1

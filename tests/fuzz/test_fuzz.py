@@ -34,6 +34,12 @@ def test_layouts_equal_one_process_or_are_refused(seeds: str) -> None:
     run_trials("axes", seeds)
 
 
+@pytest.mark.slow
+def test_launched_loops_whose_processes_are_killed_equal_undisturbed_ones() -> None:
+    pytest.importorskip("torchft")
+    run_trials("failures", "2:6")
+
+
 def run_trials(kind: str, seeds: str) -> None:
     command = [sys.executable, str(Path(__file__).with_name("run.py")), "--kind", kind, "--seeds", seeds]
     ended = subprocess.run(
