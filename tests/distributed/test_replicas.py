@@ -262,6 +262,15 @@ def unscaled(p: Parts) -> None:
         optimizer.zero_grad()
 
 
+def unused(p: Parts) -> None:
+    p.backward(p.loss())
+    p.step()
+
+
+def add_unused(model: Any) -> None:
+    model.unused = nn.Linear(2, 2)
+
+
 REFUSED: dict[str, tuple[Loop, dict[str, Any], int, str]] = {
     "gradients_by_hand": (gradients_by_hand, {}, 1, "first.weight.*torch.autograd.grad.*reduce"),
     "raw_unwrapped": (raw_unwrapped, {}, 1, "first.weight.*No forward has called the model"),
@@ -269,6 +278,7 @@ REFUSED: dict[str, tuple[Loop, dict[str, Any], int, str]] = {
     "in_no_sync": (in_no_sync, {}, 1, "first.weight.*no_sync"),
     "not_prepared": (not_prepared, {}, 1, "parameter 6 of group 0.*no prepared model"),
     "changed_weights": (changed_weights, {}, 2, "head.bias.*gradients are equal"),
+    "unused": (unused, {"prepare": add_unused}, 1, "does not depend on unused.weight.*find_unused"),
     "unscaled": (unscaled, {}, 1, "No forward has called the model"),
     "bf16": (raw_unwrapped, {"mixed_precision": "bf16"}, 1, "No forward has called the model"),
 }
