@@ -158,7 +158,7 @@ class RunSources:
                 "torch": torch.__version__,
                 "accelerate": version("accelerate"),
             },
-            settings=list(_settings(state, self._request, self._environ)) if state.is_main_process else [],
+            settings=list(_settings(state, self._request, self._environ)) if state.process_index == 0 else [],
             mesh={**({"replicas": self._num_replicas} if mesh and self._num_replicas > 1 else {}), **mesh},
         )
 

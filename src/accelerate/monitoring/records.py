@@ -97,7 +97,7 @@ class Start(Record):
     device_name: str = ""
     script: str = ""  # name of its file, without folders and arguments
     versions: dict[str, str] = field(default_factory=dict)  # of Python and of packages, by name
-    settings: list[Setting] = field(default_factory=list)  # of rank 0 only
+    settings: list[Setting] = field(default_factory=list)  # of rank 0 only, of each replica group
     mesh: dict[str, int] = field(default_factory=dict)  # dimension -> size, the outermost first
 
 

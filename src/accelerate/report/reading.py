@@ -128,9 +128,11 @@ class Run:
 
     folder: Path
     name: str
+    chosen: int | None = None  # rank whose timeline is read, in place of the first one
     ranks: dict[int, RankTotals] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)  # starts of the first rank
     num_starts: int = 0
+    has_replicas: bool = False  # replica groups, which go on without one that has ended
     logged: dict[str, dict[int, Series]] = field(
         default_factory=dict
     )  # name -> rank -> values passed to `log`
@@ -156,7 +158,12 @@ class Run:
 
     @property
     def first_rank(self) -> int:
-        return min(self.ranks)
+        return min(self.ranks) if self.chosen is None else self.chosen
+
+    @property
+    def num_group_starts(self) -> int:
+        """Number of recorded times that ranks of replica groups were started again."""
+        return sum(max(summary.starts - 1, 0) for summary in self.ranks.values()) if self.has_replicas else 0
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -192,6 +199,9 @@ class Run:
         if ends and ends[0].how == "failed":
             return "failed", "A rank failed."
         missing = [summary.rank for summary in current if not summary.ends]
+        if missing and self.has_replicas and any(end.how == "finished" for end in ends):
+            number = f"{len(current) - len(missing)} of {len(current)} ranks"
+            return "finished", f"{number} finished. The others had no step after they were started again."
         if missing:
             ranks = f"rank {missing[0]}" if len(missing) == 1 else f"{len(missing)} of {len(current)} ranks"
             return "no end", f"No end is recorded for {ranks}: still running, or killed."
@@ -221,7 +231,14 @@ def read_run(folder: Path, name: str = "") -> Run:
     Raises:
         ConfigurationError: There are no records in the folder or of the project.
     """
-    run = Run(folder, name or folder.absolute().name or str(folder))
+    run = _read_run(folder, name, None)
+    most = max(run.ranks.values(), key=lambda summary: (summary.steps, -summary.rank))
+    # A replica group that was killed has no records of the steps that the others took without it.
+    return _read_run(folder, name, most.rank) if run.has_replicas and most.rank != run.first_rank else run
+
+
+def _read_run(folder: Path, name: str, chosen: int | None) -> Run:
+    run = Run(folder, name or folder.absolute().name or str(folder), chosen)
     for records in find_records(folder):
         summary = run.ranks.setdefault(records.rank, RankTotals(records.rank))
         for record in records:
@@ -261,6 +278,7 @@ def _read_start(run: Run, summary: RankTotals, record: Start) -> None:
     summary.starts += 1
     summary.start = record
     summary.ends = []
+    run.has_replicas |= any(row.name == "replicas" and row.value != "1" for row in record.settings)
     if summary.rank != run.first_rank:
         return
     run.num_starts += 1

@@ -69,6 +69,9 @@ def headings(runs: Sequence[Run], now: float) -> Iterator[Element]:
         if run.num_attempts > 1:
             restarts = run.num_attempts - 1
             facts.append("1 restart" if restarts == 1 else f"{restarts} restarts")
+        elif run.num_group_starts:
+            count = run.num_group_starts
+            facts.append(f"{count} {'rank' if count == 1 else 'ranks'} of replica groups started again")
         damaged = sum(summary.damaged for summary in run.ranks.values())
         badge = tag("span", state, class_=f"state {state.replace(' ', '-')}")
         yield tag("h1", run.name, " ", badge)

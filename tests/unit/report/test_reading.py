@@ -9,10 +9,20 @@ from pathlib import Path
 import pytest
 
 from accelerate.base import ConfigurationError
-from accelerate.monitoring import Checkpoint, End, Event, Record, RecordWriter, Start, Values, Window
+from accelerate.monitoring import (
+    Checkpoint,
+    End,
+    Event,
+    Record,
+    RecordWriter,
+    Setting,
+    Start,
+    Values,
+    Window,
+)
 from accelerate.report import Run, read_run, summarize
 
-from .recorded_run import BEGIN, DIGEST, RESTART_AT, RESTART_FROM, STEPS, write_run
+from .recorded_run import BEGIN, DIGEST, RESTART_AT, RESTART_FROM, STEPS, steps, write_run
 
 
 def write(folder: Path, rank: int, *records: Record) -> None:
@@ -194,3 +204,14 @@ def test_items_and_flops_are_those_of_the_windows_that_count_them(tmp_path: Path
 def test_a_run_without_counted_flops_has_no_mfu(recorded: Run) -> None:
     assert (recorded.ranks[0].flops_per_second, recorded.ranks[0].mfu) == (0, None)
     assert recorded.measured.keys() == {"memory", "steps per second", "samples per second"}
+
+
+def test_a_run_is_that_of_the_replica_group_with_the_most_steps(tmp_path: Path) -> None:
+    settings = [Setting(name="replicas", value="2", source="--replicas")]
+    first = start(0, settings=settings)
+    write(tmp_path, 0, first, *steps(0, 1, 100, ""), replace(first, time=BEGIN + 200))
+    write(tmp_path, 1, start(1, settings=settings), *steps(1, 1, STEPS, ""), end("finished"))
+    run = read_run(tmp_path)
+    assert (run.first_rank, run.num_group_starts, run.ranks[1].steps) == (1, 1, STEPS)
+    assert run.outcome()[0] == "finished"
+    assert run.timeline.starts == [1.0]
