@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 INTERVAL = 1.0
 """Seconds between two writes."""
+FIRST_INTERVAL = 0.05
+"""Seconds between two writes until the first step is written."""
 NUM_RECENT_WINDOWS = 30
 """Number of windows from which conclusions are drawn."""
 MIN_WINDOWS = 3
@@ -137,8 +139,10 @@ class RunMonitor:
     def _run(self) -> None:
         if self._connect is not None and not self._is_finished:
             self.records.guard(self._connect_ranks)
-        while not self._ended.wait(INTERVAL):
+        interval = FIRST_INTERVAL
+        while not self._ended.wait(interval):
             self.records.guard(self.flush)
+            interval = INTERVAL if self._num_windows else FIRST_INTERVAL
         self.records.guard(self._write_end)
 
     def _connect_ranks(self) -> None:

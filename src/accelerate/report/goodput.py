@@ -225,6 +225,12 @@ def _divide(
         parts["members"] += window.members
         parts["save"] += window.save
     if has_failed and steps:  # the last steps of a process that was killed are in no window
-        parts[LOST] += max(failed - steps[-1].end, 0.0)
+        unrecorded = max(failed - steps[-1].end, 0.0)
+        kept = 0.0
+        if resumed < math.inf:  # a checkpoint may have some of them
+            seconds = sum(window.seconds for window in steps) / max(steps[-1].last - steps[0].first + 1, 1)
+            kept = min(max(resumed - steps[-1].last, 0) * seconds, unrecorded)
+        parts[LOST] += unrecorded - kept
+        parts[STEPS] += kept
     parts["other"] = max(end - begin - sum(parts.values()), 0.0)
     return parts

@@ -69,6 +69,21 @@ def test_parts_of_a_run_that_restarts(tmp_path: Path) -> None:
     assert found.lines()[-1] == "1 failure suggests a save every 9 s"
 
 
+def test_steps_without_a_record_are_not_lost_if_a_checkpoint_has_them(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        start(100),
+        window(100, 1, 4),
+        attempt(0, 100, 109, "was ended by SIGKILL", failed=107),  # in step 8
+        start(110),
+        window(110, 7, 8),
+        attempt(1, 109, 112),
+    )
+    found = read_run(tmp_path).goodput()
+    assert found is not None
+    assert (found.seconds_by[STEPS], found.seconds_by[LOST]) == (8, 1)
+
+
 def test_a_run_with_replica_groups_waits_for_members_and_loses_steps_that_are_not_committed(
     tmp_path: Path,
 ) -> None:
