@@ -25,7 +25,7 @@ from chaos.run import PLACES, Training, make_command
 
 MAX_FAILURES = 3
 EPOCHS, LAST_STEP = 4, 20  # a member that fails late is not there again before the end
-PAUSE = 0.15  # seconds in each step, so that members come back
+PAUSE = 0.15  # seconds in each step, in which members that were killed start again
 TIMEOUT = 300.0  # seconds
 TOLERANCE = 1e-6
 outcomes: Counter[str] = Counter()
@@ -89,7 +89,7 @@ def run_one(trial: Trial) -> str:
         return f"exit code {code}\n{text}"
     comparison = compare(_expected[trial.undisturbed], found)
     if trial.mechanism == "replicas" and any(member == "all" for member, *_ in trial.plan):
-        # Lives of replica groups have no numbers by which samples of lost steps are left out.
+        # Logs of groups do not show which steps were lost with all of them.
         comparison = comparison._replace(lost=0, repeated=0)
     outcomes[f"{trial.mechanism} with {len(found.failures)} failures"] += 1
     problems = find_problems(comparison, TOLERANCE)
