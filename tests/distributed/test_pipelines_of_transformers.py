@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import ConfigurationError, PreparationError, is_torch_version
 from accelerate.utils import PipelineConfig
 
@@ -161,3 +162,48 @@ def compare_ignored_labels(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
 def test_losses_over_labels_are_those_of_one_process(run: Run, name: str) -> None:
     run(compare_ignored_labels, name, processes=2, timeout=60)
+
+
+def train_adapters(is_wrapped_by_size: bool) -> list[float]:
+    """Returns the losses of two steps in a pipeline with shards, and those of one process."""
+    import peft
+
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft reads it
+    wrap = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 100} if is_wrapped_by_size else {}
+    accelerator = Accelerator(
+        cpu=True,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **wrap),
+        parallelism_config=ParallelismConfig(
+            pp_size=2, dp_shard_size=2, pp_handler=PipelineConfig(microbatches=2)
+        ),
+    )
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    alone = peft.get_peft_model(make("llama"), config)
+    model = copy.deepcopy(alone)
+    losses = []
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = torch.optim.SGD(alone.parameters(), lr=0.1)
+    ids = torch.randint(64, (4, 6), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        losses.append(float(accelerator.forward_backward(model, batch)))
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = alone(**batch).loss
+        losses.append(float(loss.detach()))
+        loss.backward()
+        reference.step()
+        reference.zero_grad()
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_wrapped_by_size", [True, False])
+def test_adapters_train_in_a_pipeline_with_shards(run: Run, is_wrapped_by_size: bool) -> None:
+    pytest.importorskip("peft")
+    for first, expected_first, second, expected_second in run(
+        train_adapters, is_wrapped_by_size, processes=4, timeout=90
+    ):
+        assert first == pytest.approx(expected_first, abs=1e-6)
+        assert second == pytest.approx(expected_second, abs=1e-6)
+        assert first != pytest.approx(second, abs=1e-3)
