@@ -137,7 +137,7 @@ class _Reader:
                 names.update(self._path(part)[:1])
                 continue
             path = self._path(part.func)
-            if self._is_method("".join(path)):
+            if self._is_method(path):
                 uses = list(self._call(path, None))
                 if any(use.is_call for use in uses):
                     return None
@@ -153,7 +153,7 @@ class _Reader:
         inspects = _is_builtin(function)
         for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
             path = () if inspects else self._path(argument)
-            if path and (self._computes(path) or self._is_method("".join(path))):
+            if path and (self._computes(path) or self._is_method(path)):
                 yield from self._call(path, loop)
             else:
                 yield from self._read(argument, loop)
@@ -166,7 +166,7 @@ class _Reader:
             yield from self._read(function, loop)
 
     def _call(self, path: Path, loop: Loop) -> Iterator[Use]:
-        if self._is_method("".join(path)):
+        if self._is_method(path):
             classes = type(self._module).__mro__
             yield from _uses_in_method(self._module, classes, path[0], self._seen, loop)
         else:
@@ -175,11 +175,11 @@ class _Reader:
     def _use(self, path: Path, is_call: bool, loop: Loop) -> Use:
         child = self._module._modules.get(path[0])
         weights = set() if child is None else {*child._parameters, *child._buffers}
-        reads_weight = path[1:2] != () and path[1] in weights and not _METADATA.intersection(path[2:3])
+        reads_weight = not weights.isdisjoint(path[1:2]) and _METADATA.isdisjoint(path[2:3])
         return Use(path[0], is_call, reads_weight, loop)
 
-    def _is_method(self, name: str) -> bool:
-        return inspect.isfunction(getattr(type(self._module), name, None))
+    def _is_method(self, path: Path) -> bool:
+        return len(path) == 1 and inspect.isfunction(getattr(type(self._module), path[0], None))
 
     def _path(self, node: ast.AST) -> Path:
         """Returns the path of an expression such as `self.layers[0].norm`, or () for other ones."""
