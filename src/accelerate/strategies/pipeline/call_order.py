@@ -29,7 +29,7 @@ class Use(NamedTuple):
     Attributes:
         name: Name of the attribute.
         is_call: Whether a module is called or passed to a function, and not only read.
-        reads_weight: Whether the values of a parameter or buffer of the module are used.
+        reads_weight: Whether the values of a parameter of the module are used, which has no buffers.
         loop: The innermost loop around the use, or None.
     """
 
@@ -174,7 +174,8 @@ class _Reader:
 
     def _use(self, path: Path, is_call: bool, loop: Loop) -> Use:
         child = self._module._modules.get(path[0])
-        weights = set() if child is None else {*child._parameters, *child._buffers}
+        # Each stage would change the buffers of a module that it calls.
+        weights = set() if child is None or child._buffers else {*child._parameters}
         reads_weight = not weights.isdisjoint(path[1:2]) and _METADATA.isdisjoint(path[2:3])
         return Use(path[0], is_call, reads_weight, loop)
 
