@@ -589,6 +589,55 @@ class Queried(Reordered):
         return logits
 
 
+class Scaled(Reordered):
+    """A net with a list of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.full((8,), 0.5)) for _ in self.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, scale in zip(self.blocks, self.scales, strict=True):
+            x = x + block(x) * scale
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Cache(nn.Module):
+    """Creates a buffer in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.length < x.shape[1]:
+            self.length = x.shape[1]
+            self.register_buffer("table", torch.arange(self.length) / self.length, persistent=False)
+        return self.get_buffer("table")[: x.shape[1]]
+
+
+class Caching(nn.Linear):
+    def __init__(self, cache: nn.Module) -> None:
+        super().__init__(8, 8)
+        self.cache = cache
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.cache(x))
+
+
+class Cached(Reordered):
+    """A net whose layers share one cache, use caches of their own, and get one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache, shared = Cache(), Cache()
+        self.blocks = nn.ModuleList(Caching(shared if index % 2 else Cache()) for index in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.cache(x))
+
+
 class Reversed(Reordered):
     def forward(self, x: Tensor) -> Tensor:
         for block in reversed(self.blocks):
@@ -596,7 +645,7 @@ class Reversed(Reordered):
         return x
 
 
-KINDS = (Skipping, Reordered, Nested, Common, Recurrent, Chained, Alternating, Queried)
+KINDS = (Skipping, Reordered, Nested, Common, Recurrent, Chained, Alternating, Queried, Scaled, Cached)
 ORDERS = {kind.__name__: kind for kind in KINDS}
 
 
@@ -614,7 +663,7 @@ def train_in_order(name: str, schedule: str) -> None:
     assert 0 < len(own) < len(dict(alone.named_parameters(remove_duplicate=False)))
     for parameter_name, parameter in alone.named_parameters(remove_duplicate=False):
         # Gradients of weights that stages have in common are added up in the step.
-        is_common = name == "Common" or parameter_name.startswith(("queries", "enter"))
+        is_common = name == "Common" or parameter_name.startswith(("queries", "enter", "scales"))
         if not is_common and parameter_name in own:
             torch.testing.assert_close(own[parameter_name].grad, parameter.grad, msg=parameter_name)
     with torch.no_grad():

@@ -365,6 +365,58 @@ def test_models_that_are_compiled_or_sharded_are_refused_at_prepare(run: Run) ->
         assert "sharded before `prepare`" in sharded
 
 
+class Warming(Attribute):
+    """Uses values that layers hand over after some batches."""
+
+    coefficient, start = 0.0, 99
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coefficient, self.num_batches = type(self).coefficient, 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.num_batches += self.training
+        if self.coefficient or self.num_batches > self.start:
+            return super().forward(hidden)
+        return Net.forward(self, hidden)
+
+
+class WarmingByItself(Warming):
+    start = 60  # micro-batches
+
+
+def train_with_changes() -> list[str]:
+    """Returns the error of the batch in which a model has changed, and its number."""
+    accelerator = make_accelerator()
+    texts = []
+    for kind in (Warming, WarmingByItself, Net):
+        model = accelerator.prepare(kind())
+        text = ""
+        for number in range(1, 17 if kind is WarmingByItself else 4):
+            if number == 3 and kind is Warming:
+                model.coefficient = 0.5
+            if number == 3 and kind is Net:
+                features: list[Tensor] = []
+                for layer in model.layers:
+                    layer.register_forward_hook(lambda *args, kept=features: kept.append(args[2]))
+                model.register_forward_hook(lambda *args, kept=features: args[2] + sum(kept))
+            batch = (torch.randn(8, 4), torch.randn(8, 4))
+            if text := error_of(
+                lambda model=model, batch=batch: accelerator.forward_backward(model, batch, F.mse_loss)
+            ):
+                text = f"{number}: {text}"
+                break
+        texts.append(text)
+    return texts
+
+
+def test_a_model_that_the_user_changes_is_compared_again(run: Run) -> None:
+    for changed, changed_itself, hooked in run(train_with_changes, processes=2):
+        assert changed.startswith("3: ")
+        assert changed_itself.startswith("16: ")
+        assert hooked.startswith("3: ")
+
+
 class Averaging(Net):
     """Keeps an average of its batches, and the size of the last one."""
 

@@ -88,7 +88,43 @@ class WithAName(Net):
         return self.norm(x)
 
 
-@pytest.mark.parametrize("kind", [OneLine, Zipped, Indexed, Rare, OfMethods, OfBases, WithAName])
+class OfProperties(Net):
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.blocks
+
+    def forward(self, x: Any) -> Any:
+        for block in self.layers:
+            x = block(x)
+        return self.head(x)
+
+
+class OfChildren(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.body = nn.Linear(2, 2), OneLine()
+
+    def forward(self, x: Any) -> Any:
+        for block in self.body.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class OfInstances(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = self.run  # type: ignore[method-assign]
+
+    def run(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [OfProperties, OfChildren, OfInstances, OneLine, Zipped, Indexed, Rare, OfMethods, OfBases, WithAName],
+)
 def test_modules_are_in_the_order_of_the_calls(kind: type[Net]) -> None:
     model = kind()
     split = split_model(model, 2, "auto")

@@ -47,7 +47,9 @@ def uses_in_order(module: nn.Module) -> list[Use]:
     Args:
         module: The module. There are no uses if its source code is not available.
     """
-    return list(_uses_in_method(module, type(module).__mro__, "forward", frozenset(), None))
+    forward: Any = vars(module).get("forward")
+    method = forward.__name__ if getattr(forward, "__self__", None) is module else "forward"
+    return list(_uses_in_method(module, type(module).__mro__, method, frozenset(), None))
 
 
 def _uses_in_method(
@@ -55,7 +57,8 @@ def _uses_in_method(
 ) -> Iterator[Use]:
     """Yields the uses in a method of the first of some classes that has it."""
     owner = next((each for each in classes if method in vars(each)), nn.Module)
-    function = inspect.unwrap(vars(owner).get(method, nn.Module))
+    found: Any = vars(owner).get(method, nn.Module)
+    function: Any = inspect.unwrap(found.fget if isinstance(found, property) else found)
     if owner is nn.Module or not inspect.isfunction(function) or function in seen:
         return
     try:
@@ -98,12 +101,13 @@ class _Reader:
             if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
                 pairs = list(zip(node.targets[0].elts, node.value.elts, strict=False))
             for target, value in pairs:
-                name = self._list_in(value)
-                if isinstance(target, ast.Name) and (path := self._path(value) or ((name,) if name else ())):
+                path = self._list_in(value) if self._is_method(self._path(value)) else self._path(value)
+                if isinstance(target, ast.Name) and (path := path or self._list_in(value)):
                     self._aliases[target.id] = path
                 else:
                     yield from self._read(value, loop)
         elif path := self._path(node):
+            yield from self._call(path[:1], loop) if self._is_method(path[:1]) else ()
             yield self._use(path, False, loop)
         else:
             yield from self.read_all(ast.iter_child_nodes(node), loop)
@@ -126,27 +130,37 @@ class _Reader:
             for pair in zip(targets, values.args, strict=False):
                 yield from self._aliases_of(*pair)
             return
-        if name := self._list_in(values):
-            yield from ((part.id, (name, _ENTRY)) for part in ast.walk(target) if isinstance(part, ast.Name))
+        if path := self._list_in(values):
+            yield from ((part.id, (*path, _ENTRY)) for part in ast.walk(target) if isinstance(part, ast.Name))
 
-    def _list_in(self, node: ast.AST) -> str | None:
-        """Returns the list of modules that an expression has entries of, if it calls none of them."""
-        names: set[str] = set()
+    def _list_in(self, node: ast.AST) -> Path:
+        """Returns the path of the list of modules that an expression has entries of, without calling them."""
+        lists: set[Path] = set()
         for part in ast.walk(node):
-            if not isinstance(part, ast.Call):
-                names.update(self._path(part)[:1])
-                continue
-            path = self._path(part.func)
-            if self._is_method(path):
+            path = self._path(part.func if isinstance(part, ast.Call) else part)
+            if self._is_method(path):  # or a property
                 uses = list(self._call(path, None))
                 if any(use.is_call for use in uses):
-                    return None
-                names.update(use.name for use in uses)
-            elif not _is_builtin(part.func) and path[1:] not in _VIEWS:
-                return None
-        children = self._module._modules
-        lists = [name for name in names if isinstance(children.get(name), _LISTS)]
-        return lists[0] if len(lists) == 1 else None
+                    return ()
+                lists.update(self._list_of((use.name,)) for use in uses)
+            elif not isinstance(part, ast.Call):
+                lists.add(self._list_of(path))
+            elif not _is_builtin(part.func) and path[-1:] not in _VIEWS:
+                return ()
+        lists.discard(())
+        return lists.pop() if len(lists) == 1 else ()
+
+    def _list_of(self, path: Path) -> Path:
+        """Returns the part of a path that leads to a list of modules."""
+        ends = (path[:length] for length in range(1, len(path) + 1))
+        return next((end for end in ends if isinstance(self._module_at(end), _LISTS)), ())
+
+    def _module_at(self, path: Path) -> nn.Module | None:
+        module: nn.Module | None = self._module
+        for name in path:
+            children = {} if module is None else module._modules
+            module = next(iter(children.values()), None) if name == _ENTRY else children.get(name)
+        return module
 
     def _read_call(self, node: ast.Call, loop: Loop) -> Iterator[Use]:
         function = node.func
@@ -180,7 +194,9 @@ class _Reader:
         return Use(path[0], is_call, reads_weight, loop)
 
     def _is_method(self, path: Path) -> bool:
-        return len(path) == 1 and inspect.isfunction(getattr(type(self._module), path[0], None))
+        """Returns whether a path is the name of a method or a property."""
+        member = inspect.getattr_static(type(self._module), path[0], None) if len(path) == 1 else None
+        return inspect.isfunction(member) or isinstance(member, property)
 
     def _path(self, node: ast.AST) -> Path:
         """Returns the path of an expression such as `self.layers[0].norm`, or () for other ones."""
@@ -198,18 +214,13 @@ class _Reader:
 
     def _computes(self, path: Path) -> bool:
         """Returns whether a path leads to a module, or to a method that the class of a module has added."""
-        module = self._module
-        for position, name in enumerate(path):
-            if name in module._parameters or name in module._buffers:
-                return False
-            children = module._modules
-            child = next(iter(children.values()), None) if name == _ENTRY else children.get(name)
-            if child is None:
-                method = getattr(type(module), name, None)
-                is_added = inspect.isfunction(method) and method is not getattr(nn.Module, name, None)
-                return is_added and position == len(path) - 1 and not isinstance(module, _LISTS)
-            module = child
-        return True
+        module = self._module_at(path)
+        if module is not None:
+            return True
+        owner, name = self._module_at(path[:-1]), path[-1]
+        method = getattr(type(owner), name, None)
+        is_added = inspect.isfunction(method) and method is not getattr(nn.Module, name, None)
+        return is_added and not isinstance(owner, _LISTS)
 
 
 def _is_builtin(node: ast.AST) -> bool:

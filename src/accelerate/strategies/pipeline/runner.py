@@ -118,6 +118,7 @@ class Pipeline:
         self._traces: dict[Any, Trace] = {}
         self._num_trained = 0  # batches
         self._is_verified, self._has_evaluated = False, False
+        self._program: Any = None  # of the user, at the end of the last batch
         self._skipped_labels: int | None = None
         self._reduces_gradients = True
         self._error: Exception | None = None  # of a stage of this rank
@@ -154,6 +155,8 @@ class Pipeline:
         self._num_trained += 1
         # The loss may cease to be a mean later, for example with the first ignored label.
         is_checked = self._num_trained & (self._num_trained - 1) == 0
+        if self.verification is not None:
+            self._check_program()
         if self.verification is not None and (is_checked or not self._is_verified):
             if not self._is_verified:
                 self._is_verified = self.verification.check_training(self, batch, loss_fn, is_sum=is_sum)
@@ -172,7 +175,36 @@ class Pipeline:
             self.run(microbatches, finish, has_backward=True, shares_error=is_checked)
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
         dist.broadcast(total, self._last_rank, group=self.group)
+        self._program = self._program_of_user()
         return total
+
+    def _check_program(self) -> None:
+        """Lets the next batch be compared if the user has changed the model, or may have.
+
+        A model may begin later to hand over values outside of the outputs of layers, by its own count of
+        batches, too.
+        """
+        power = self._num_trained.bit_length() - 1
+        is_power_of_four = power % 2 == 0 and self._num_trained == 1 << power
+        if is_power_of_four or (self._program is not None and self._program != self._program_of_user()):
+            self._is_verified = self._has_evaluated = False
+
+    def _program_of_user(self) -> Any:
+        """Returns the settings of containers, which all ranks have, and the numbers of hooks of all modules.
+
+        Of numbers only those that are 0 count, because schedules may change others in each step.
+        """
+        if self.verification is None:
+            return None
+        model = self.model.model
+        settings = [
+            (name, key, value if value is None or isinstance(value, (bool, str)) else not value)
+            for name in self.model.split.containers
+            for key, value in vars(model.get_submodule(name)).items()
+            if value is None or isinstance(value, (bool, str, int, float))
+        ]
+        hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+        return settings, hooks
 
     def finisher(
         self,
@@ -288,6 +320,8 @@ class Pipeline:
         microbatches = [
             MicroBatch(part[0], part[1], None, size, size) for part, size in zip(parts, sizes, strict=True)
         ]
+        if self.verification is not None and self._program is not None:
+            self._has_evaluated = self._has_evaluated and self._program == self._program_of_user()
         if self.verification is not None and not self._has_evaluated:
             size = sum(sizes)
             self.verification.check_evaluation(self, microbatches, MicroBatch(args, kwargs, None, size, size))
@@ -422,7 +456,11 @@ class Pipeline:
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         key = signature_of((part.args, part.kwargs, self.model.model.training, autocast))
         if key not in self._traces:
-            self._traces[key] = self.model.trace(part.args, part.kwargs)
+            try:
+                self._traces[key] = self.model.trace(part.args, part.kwargs)
+            except (ConfigurationError, PreparationError, StateError) as error:
+                self._error = error
+            self._raise_shared()
         return self._traces[key]
 
     def _schedule(self, has_backward: bool) -> Any:

@@ -23,6 +23,7 @@ from accelerate.strategies.pipeline.call_order import uses_in_order
 T = TypeVar("T")
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(eq=False)
@@ -183,6 +184,7 @@ def _containers_of(model: nn.Module, names: Sequence[str]) -> list[str]:
     for container in list(containers):
         module = model.get_submodule(container)
         read = {use.name for use in uses_in_order(module) if use.reads_weight}
+        read |= {name for name, child in module._modules.items() if isinstance(child, _PARAMETERS)}
         containers.update(dict.fromkeys(f"{container}.{name}".removeprefix(".") for name in sorted(read)))
         for group in _groups_in_order(module):
             alternating = [f"{container}.{name}".removeprefix(".") for name, _ in group]

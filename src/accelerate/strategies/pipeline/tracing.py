@@ -120,7 +120,11 @@ def fake_weights(placeholders: Placeholders, device: torch.device) -> Iterator[N
             for name, tensor in kind.items()
         }
 
-    weights = {module: (fake(values[0]), fake(values[1])) for module, values in placeholders.items()}
+    # Forwards may have added buffers since the model was prepared.
+    weights = {
+        module: (fake(values[0]), fake({**module._buffers, **values[1]}))
+        for module, values in placeholders.items()
+    }
     with torch_private.replaced_weights(weights):
         yield
 
@@ -275,7 +279,7 @@ class Tracer(TorchFunctionMode):
         else:
             again = " again" if any(call.submodule is submodule for call in self.trace.calls) else ""
             call = f"{name} of {_stages(submodule.stages)}{again} on stage {self.stage}"
-            fix = "Let one stage compute all calls of a module"
+            fix = "Register modules in the order of their calls, let one stage compute all calls of a module"
         return PreparationError(
             f"{type(self._model).__name__} cannot be split like this: its forward calls {call}. {fix}, or "
             "name the first module of each stage in PipelineConfig(split=[...]), in the order of the forward."

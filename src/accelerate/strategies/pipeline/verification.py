@@ -225,9 +225,9 @@ class Verification:
                     )
                 else:
                     target.copy_(values)
-        reference.to(device)
         with whole_experts([pipeline.model.model]):  # they have another number of experts otherwise
             copy_settings(pipeline.model.model, reference)
+        reference.to(device)
         with restored_generators(pipeline.device):
             yield reference
 
@@ -356,7 +356,7 @@ _OF_HOOKS = ("_output_capturing_hooks_installed",)
 
 
 def copy_settings(model: nn.Module, reference: nn.Module) -> None:
-    """Gives a copy of a model the modes, plain attributes and configuration that the model has now."""
+    """Gives a copy of a model the modes, attributes, configuration and new buffers that the model has now."""
     modules = dict(reference.named_modules(remove_duplicate=False))
     for name, module in fsdp2_canonicalize_names(dict(model.named_modules(remove_duplicate=False))).items():
         attributes: Any = vars(modules[name]) if name in modules else {}
@@ -364,6 +364,10 @@ def copy_settings(model: nn.Module, reference: nn.Module) -> None:
             is_plain = value is None or isinstance(value, (bool, int, float, str))
             if key in attributes and key not in _OF_HOOKS and (is_plain or key == "config"):
                 attributes[key] = value
+        known = modules[name]._buffers if name in modules else module._buffers
+        for key, buffer in module._buffers.items():
+            if key not in known and buffer is not None:  # such as a cache that the first forward creates
+                modules[name].register_buffer(key, buffer.detach().clone(), persistent=False)
 
 
 def relative_difference(values: Tensor, right: Tensor, tolerance: float, zero: float = 0.0) -> float:
