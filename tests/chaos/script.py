@@ -30,7 +30,7 @@ from chaos.training import (
 REPLICA = os.environ.get("ACCELERATE_REPLICA")
 SAVE_EVERY = 5 if REPLICA is None else 4 * STEPS_PER_EPOCH
 FAST = {"fast_dir": str(FOLDER / "fast"), "fast_every": 2, "durable_every": 3} if TIER == "fast" else {}
-RESTORES_LOADER = REPLICA is not None or TIER == "fast"
+RESTORES_LOADER = REPLICA is not None
 
 
 def num_members() -> int:

@@ -58,7 +58,8 @@ def _uses_in_method(
     """Yields the uses in a method of the first of some classes that has it."""
     owner = next((each for each in classes if method in vars(each)), nn.Module)
     found: Any = vars(owner).get(method, nn.Module)
-    function: Any = inspect.unwrap(found.fget if isinstance(found, property) else found)
+    found = found.fget if isinstance(found, property) else found
+    function: Any = inspect.unwrap(found)
     if owner is nn.Module or not inspect.isfunction(function) or function in seen:
         return
     try:
