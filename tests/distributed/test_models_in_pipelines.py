@@ -247,7 +247,8 @@ def refuse_losses() -> dict[str, str]:
         train(failing)
     with pytest.raises(ConfigurationError, match="without gradient"):
         train(lambda output, target: F.cross_entropy(output.detach(), target))
-    assert train(F.cross_entropy).isfinite()
+    for _ in range(3, 8):  # up to a batch that is not compared with one rank
+        assert train(F.cross_entropy).isfinite()
     is_last = accelerator.process_index == 1
     with pytest.raises(KeyError if is_last else PreparationError, match="unknown"):
         train(failing)

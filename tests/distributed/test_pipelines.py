@@ -331,7 +331,7 @@ def test_activations_are_alive_as_long_as_the_schedule_says(
 
 
 def count_communication(layout: str, processes: int) -> list[dict[str, int]]:
-    """Calls of torch.distributed in each micro-batch of a window of two, after one that opens connections."""
+    """Calls of torch.distributed in each micro-batch of a window of two, after two with comparisons."""
     accelerator = make_accelerator(layout, "1f1b", processes, gradient_accumulation_steps=2)
     model, optimizer, loader = build(accelerator)
     counts: list[dict[str, int]] = []
@@ -348,13 +348,13 @@ def count_communication(layout: str, processes: int) -> list[dict[str, int]]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("P2POp", "all_reduce", "all_gather_single", "reduce_scatter_single", "broadcast"):
             patch.setattr(torch.distributed, name, counting(name))
-        for batch in chain(loader, loader):
+        for batch in chain(loader, loader, loader):
             with accelerator.accumulate(model):
                 counts.append({})
                 accelerator.forward_backward(model, batch, mean_loss)
                 optimizer.step()
                 optimizer.zero_grad()
-    return counts[2:]
+    return counts[4:]
 
 
 @pytest.mark.parametrize(("layout", "processes"), [("", 2), pytest.param("fsdp", 4, marks=pytest.mark.slow)])

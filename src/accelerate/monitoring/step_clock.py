@@ -167,8 +167,8 @@ class StepClock:
         self.owner = get_ident()
         self.current = _BEFORE
         self.since = perf_counter()
-        self.wanted = True
-        """Whether this step keeps its values and ends a window, as the first one does."""
+        self.wanted = False
+        """Whether this step keeps its values and ends a window."""
         self.samples = self.steps = 0
         self.num_skipped = 0
         """Number of steps of optimizers that were skipped or have failed."""
@@ -355,7 +355,7 @@ class StepClock:
         return steps
 
     def _begin_run(self) -> None:
-        self._due = self.since  # the first step is recorded at once
+        self._due, self.wanted = self.since, True  # the first step is recorded at once, without values
         callback, self.on_first_step = self.on_first_step, None
         if callback is not None:
             callback()

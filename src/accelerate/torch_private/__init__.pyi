@@ -49,6 +49,7 @@ from accelerate.torch_private.modules import (
     is_joining as is_joining,
     is_optimized_module as is_optimized_module,
     non_persistent_buffers as non_persistent_buffers,
+    num_forward_hooks as num_forward_hooks,
     placeholder_weights as placeholder_weights,
     recomputed_module as recomputed_module,
     remove_weights as remove_weights,

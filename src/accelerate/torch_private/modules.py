@@ -125,6 +125,11 @@ def replaced_weights(weights: Mapping[nn.Module, Weights], *, has_hooks: bool = 
             module.__dict__.update(zip(names, values, strict=True))
 
 
+def num_forward_hooks(module: nn.Module) -> int:
+    """Returns the number of hooks before and after the forward of a module."""
+    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+
+
 def call_forward_hooks(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any, source: str
 ) -> Any:

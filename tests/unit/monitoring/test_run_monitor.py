@@ -71,8 +71,9 @@ def test_a_run_leaves_windows_with_values_checkpoints_and_its_end(tmp_path: Path
     assert windows[0].first == 1
     assert windows[-1].last == 30
     assert [window.first for window in windows[1:]] == [window.last + 1 for window in windows[:-1]]
-    assert windows[0].values.keys() == {"loss", "gradient_norm", "learning_rate"}
-    assert windows[0].values["learning_rate"] == 0.5
+    assert (windows[0].last, windows[0].values.keys()) == (1, {"learning_rate"})  # recorded at once
+    assert windows[1].values.keys() == {"loss", "gradient_norm", "learning_rate"}
+    assert windows[1].values["learning_rate"] == 0.5
     assert windows[0].memory > 0
     (save,) = [record for record in rest if isinstance(record, Checkpoint)]
     assert (save.event, save.path, save.step) == ("committed", str(tmp_path / "one"), 30)

@@ -203,8 +203,7 @@ class Pipeline:
             for key, value in vars(model.get_submodule(name)).items()
             if value is None or isinstance(value, (bool, str, int, float))
         ]
-        hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-        return settings, hooks
+        return settings, [torch_private.num_forward_hooks(module) for module in model.modules()]
 
     def finisher(
         self,
