@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import PreparationError, is_torch_version
 from accelerate.state import AcceleratorState
+from accelerate.strategies.pipeline.verification import Verification
 from accelerate.utils import PipelineConfig
 
 pytestmark = pytest.mark.skipif(is_torch_version("<", "2.13"), reason="pipelines need torch 2.13")
@@ -415,6 +416,34 @@ def test_a_model_that_the_user_changes_is_compared_again(run: Run) -> None:
         assert changed.startswith("3: ")
         assert changed_itself.startswith("16: ")
         assert hooked.startswith("3: ")
+
+
+def count_comparisons() -> list[int]:
+    """Returns the number of comparisons in three steps, each with two batches of an evaluation."""
+    counts = [0, 0]
+
+    def counting(index: int, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[index] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for index, name in enumerate(("check_training", "check_evaluation")):
+            patch.setattr(Verification, name, counting(index, getattr(Verification, name)))
+        accelerator, inputs = make_accelerator(), torch.randn(8, 4)  # the same on all ranks
+        model = accelerator.prepare(RandomDepth())
+        for _ in range(3):
+            accelerator.forward_backward(model.train(), (inputs, torch.ones(8, 4)), F.mse_loss)
+            model.eval()
+            for _ in range(2):
+                model(inputs)
+    return counts
+
+
+def test_a_model_that_does_not_change_is_compared_once(run: Run) -> None:
+    assert run(count_comparisons, processes=2) == [[1, 1]] * 2
 
 
 class Averaging(Net):

@@ -155,8 +155,9 @@ class Pipeline:
         self._num_trained += 1
         # The loss may cease to be a mean later, for example with the first ignored label.
         is_checked = self._num_trained & (self._num_trained - 1) == 0
-        if self.verification is not None:
-            self._check_program()
+        self._compare_changes()
+        if self._num_trained.bit_length() % 2 and is_checked:  # a power of four
+            self._is_verified = self._has_evaluated = False
         if self.verification is not None and (is_checked or not self._is_verified):
             if not self._is_verified:
                 self._is_verified = self.verification.check_training(self, batch, loss_fn, is_sum=is_sum)
@@ -178,15 +179,13 @@ class Pipeline:
         self._program = self._program_of_user()
         return total
 
-    def _check_program(self) -> None:
-        """Lets the next batch be compared if the user has changed the model, or may have.
+    def _compare_changes(self) -> None:
+        """Lets the next batches be compared if the user has changed the model since the last batch.
 
-        A model may begin later to hand over values outside of the outputs of layers, by its own count of
-        batches, too.
+        A model may begin later to hand over values outside of the outputs of layers. By its own count of
+        batches it may, too, so that some later batches are compared without a change.
         """
-        power = self._num_trained.bit_length() - 1
-        is_power_of_four = power % 2 == 0 and self._num_trained == 1 << power
-        if is_power_of_four or (self._program is not None and self._program != self._program_of_user()):
+        if self._program is not None and self._program != self._program_of_user():
             self._is_verified = self._has_evaluated = False
 
     def _program_of_user(self) -> Any:
@@ -201,7 +200,7 @@ class Pipeline:
             (name, key, value if value is None or isinstance(value, (bool, str)) else not value)
             for name in self.model.split.containers
             for key, value in vars(model.get_submodule(name)).items()
-            if value is None or isinstance(value, (bool, str, int, float))
+            if key != "training" and (value is None or isinstance(value, (bool, str, int, float)))
         ]
         return settings, [torch_private.num_forward_hooks(module) for module in model.modules()]
 
@@ -319,8 +318,7 @@ class Pipeline:
         microbatches = [
             MicroBatch(part[0], part[1], None, size, size) for part, size in zip(parts, sizes, strict=True)
         ]
-        if self.verification is not None and self._program is not None:
-            self._has_evaluated = self._has_evaluated and self._program == self._program_of_user()
+        self._compare_changes()
         if self.verification is not None and not self._has_evaluated:
             size = sum(sizes)
             self.verification.check_evaluation(self, microbatches, MicroBatch(args, kwargs, None, size, size))
@@ -337,6 +335,7 @@ class Pipeline:
             return torch.zeros((), device=self.device)
 
         self.run(microbatches, finish, has_backward=False, shares_error=True)
+        self._program = self._program_of_user()
         return self._sent_from_last(merged[0] if merged else None)
 
     def _weighing(self, microbatches: Sequence[MicroBatch]) -> Callable[[int, Any], float]:

@@ -430,7 +430,7 @@ def _restored_state(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _fixed_statistics(model: nn.Module) -> Iterator[list[str]]:
-    """Lets batch normalization use its running statistics, and yields their names.
+    """Lets batch normalization use its running statistics, and yields the names of its modules.
 
     In a pipeline it uses those of micro-batches, as it does with gradient accumulation.
     """
