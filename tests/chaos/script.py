@@ -70,7 +70,8 @@ def main() -> None:
     checkpoints = [*FOLDER.glob("project/checkpoints/checkpoint_*"), *FOLDER.glob("fast/**/manifest.json")]
     if (REPLICA is None or TIER == "fast") and checkpoints:
         accelerator.load_state()
-    member.log.write("start", step=progress.step)
+    first_step = progress.step
+    member.log.write("start", step=first_step)
     for epoch in range(progress.epoch, EPOCHS):
         skipped = 0 if RESTORES_LOADER else progress.batch
         for rows, labels, numbers in accelerator.skip_first_batches(loader, skipped) if skipped else loader:
@@ -93,7 +94,8 @@ def main() -> None:
         progress.epoch, progress.batch = epoch + 1, 0
     others = {f"second.{name}": value for name, value in accelerator.get_state_dict(second).items()}
     state = {**accelerator.get_state_dict(first), **others}
-    if accelerator.process_index == 0 and progress.step:
+    # A replica group that starts again after the others have ended has the weights of its last checkpoint.
+    if accelerator.process_index == 0 and (REPLICA is None or progress.step > first_step):
         member.log_weights(state)
 
 

@@ -217,6 +217,8 @@ FAILURES = [
     failing("backward", 11),
     failing("step", 5),
     failing("batch", 13, replica=0),
+    failing("batch", 0, replica=0),
+    failing("backward", 1, replica=0),
     failing("step", 12, replica=0),
     failing("save", 1, replica=0),
 ]

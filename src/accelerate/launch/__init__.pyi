@@ -41,14 +41,18 @@ from accelerate.launch.machine import (
 )
 from accelerate.launch.plan import (
     LAUNCH_COMMAND as LAUNCH_COMMAND,
+    FIRST_STEP as FIRST_STEP,
     LIFE as LIFE,
     RECORDED as RECORDED,
     LaunchPlan as LaunchPlan,
     Target as Target,
+    arrived_key as arrived_key,
     begun_key as begun_key,
     committed_key as committed_key,
     env_var_path_add as env_var_path_add,
+    has_steps as has_steps,
     local_command as local_command,
+    read_life as read_life,
     record_failures as record_failures,
 )
 from accelerate.launch.printed_views import printed_views as printed_views

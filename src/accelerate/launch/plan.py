@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from accelerate.base import ConfigurationError, environ
 from accelerate.launch.elastic_sizes import Sizes
@@ -166,6 +166,25 @@ def committed_key(replica: int) -> str:
     It is absent before the first step of the processes that run now.
     """
     return f"committed/{replica}"
+
+
+FIRST_STEP = "first step"
+"""Name of the barrier before the first step, at which replica groups without state wait for each other."""
+
+
+def arrived_key(life: int, barrier: str, replica: int) -> str:
+    """Returns the key in the store of a run that is set when a replica group has arrived at a barrier."""
+    return f"{life}/arrived/{barrier}/{replica}"
+
+
+def has_steps(store: Any, replicas: int) -> bool:
+    """Returns whether a replica group that has not been started again since has committed a step."""
+    return any(store.check([committed_key(replica)]) for replica in range(replicas))
+
+
+def read_life(store: Any) -> int:
+    """Returns the number of times that all replica groups have lost their state."""
+    return int(store.get(LIFE)) if store.check([LIFE]) else 0
 
 
 def begun_key(life: int) -> str:

@@ -22,7 +22,7 @@ from torch import nn
 from accelerate import rng, strategies, torch_private
 from accelerate.base import RecoveryError, StateError, wrong_value
 from accelerate.data_loader import data_groups
-from accelerate.launch import LIFE, begun_key, committed_key
+from accelerate.launch import FIRST_STEP, arrived_key, begun_key, committed_key, has_steps, read_life
 from accelerate.logging import get_logger
 from accelerate.ops import Transport, current_transport
 from accelerate.plugins import version_of
@@ -49,8 +49,6 @@ PASSES = "{}/passes/{}"
 """Key in the store of a life of the run of the number of passes over a loader for training that are over."""
 LEFT = "{}/left/{}/{}"
 """Key in the store of a life of the run that is set when a loop leaves a pass before its end."""
-ARRIVED = "{}/arrived/{}/{}"
-"""Key in the store of a life of the run that is set when a replica group has arrived at a barrier."""
 
 
 def open_recovery(
@@ -117,7 +115,7 @@ class Recovery:
         self._shared = dict.fromkeys(REQUESTS, False)
         self._flags = nn.Parameter(torch.zeros(len(REQUESTS) + 1, device=strategy.context.device))
         self._store = run.connect()
-        self._life = self._ask_store(self._read_life)
+        self._life = self._ask_store(lambda: read_life(self._store))
         is_first = run.replica == 0 and not self._ask_store(self._has_begun)
         self._leader = services.put(Leader, Leader(is_first, self._wait_for_others))
         services.put(Recovery, self, end=self._shut_down)
@@ -208,8 +206,7 @@ class Recovery:
     def begin_step(self, loader: RecoveryLoader) -> Members:
         """Agrees on the members of the next step, and receives their state if this replica group joins."""
         if self._membership is None:
-            self._membership = self._open()
-            self._wait_for_all("first step")  # the lighthouse knows this replica group now
+            self._membership = self._open()  # the lighthouse knows this replica group from now on
         self._loader = loader
         num_before = 0 if self.members is None else self.members.size
         self._outcome = None
@@ -226,40 +223,46 @@ class Recovery:
         return self.members
 
     def _begin_with_state(self, membership: Membership, loader: RecoveryLoader) -> Members:
-        """Agrees on the members, and waits for one with state as long as a replica group has committed steps.
+        """Agrees on the members, and waits for those that a replica group without state must not leave out.
 
-        A replica group that is slow to answer may miss a step, which those that have just started must not
-        take without it. The loader moves behind a pass that the others end meanwhile.
+        Before the first committed step of the run, these are all replica groups. Later it is a group with
+        state, which may be slow to answer. The loader moves behind a pass that the others end meanwhile.
         """
-        members, deadline = membership.begin(), time.monotonic() + self._run.timeout
-        while not membership.num_committed and self._ask_store(self._has_begun):
-            over, is_late = self._ask_store(
-                lambda: (self._num_passes_over(loader), time.monotonic() > deadline)
+        deadline = time.monotonic() + self._run.timeout
+        while True:
+            if membership.num_committed == 0 and not self._ask_store(self._has_begun):
+                self._wait_for_all(FIRST_STEP)
+            members = membership.begin()
+            if membership.num_committed:
+                return members
+            life, has_begun, over, is_late = self._ask_store(
+                lambda: (
+                    read_life(self._store),
+                    self._has_begun(),
+                    self._num_passes_over(loader),
+                    time.monotonic() > deadline,
+                )
             )
-            if over > loader.epoch:
+            if life != self._life:
+                raise RecoveryError(
+                    "All replica groups have ended since this one began, so it does not know where the run "
+                    "goes on. The launcher starts it again."
+                )
+            if has_begun and over > loader.epoch:
                 loader.epoch, loader.position = over, 0
                 return members
-            if is_late:
+            if has_begun and is_late:
                 raise RecoveryError(
                     f"The replica groups that have taken steps sent no state within {self._run.timeout} s. "
                     "They have ended, or do not reach their next step."
                 )
+            if not has_begun and (is_late or members.size == self.num_replicas):
+                return members
             membership.decline()
             time.sleep(PAUSE)
-            members = membership.begin()
-        if not membership.num_committed and self._ask_store(self._read_life) != self._life:
-            raise RecoveryError(
-                "All replica groups have ended since this one began, so it does not know where the run goes "
-                "on. The launcher starts it again."
-            )
-        return members
-
-    def _read_life(self) -> int:
-        return int(self._store.get(LIFE)) if self._store.check([LIFE]) else 0
 
     def _has_begun(self) -> bool:
-        """Returns whether a replica group that has not been started again since has committed a step."""
-        return any(self._store.check([committed_key(replica)]) for replica in range(self.num_replicas))
+        return has_steps(self._store, self.num_replicas)
 
     def _ask_store(self, ask: Callable[[], Result]) -> Result:
         """Returns what rank 0 reads from the store of the run.
@@ -506,9 +509,9 @@ class Recovery:
     def _wait_for_all(self, barrier: str) -> None:
         """Waits until all launched replica groups have arrived at a barrier, or until a timeout."""
         if current_transport().rank == 0:
-            self._store.set(ARRIVED.format(self._life, barrier, self._run.replica), "1")
+            self._store.set(arrived_key(self._life, barrier, self._run.replica), "1")
             try:
-                names = [ARRIVED.format(self._life, barrier, replica) for replica in range(self.num_replicas)]
+                names = [arrived_key(self._life, barrier, replica) for replica in range(self.num_replicas)]
                 self._store.wait(names, timedelta(seconds=self._run.timeout))
             except dist.DistStoreError:
                 logger.warning(

@@ -17,7 +17,17 @@ from accelerate.launch import children, layout
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.children import say
 from accelerate.launch.machine import Machine, new_run_id
-from accelerate.launch.plan import LIFE, LaunchPlan, accelerate_command, begun_key, committed_key
+from accelerate.launch.plan import (
+    FIRST_STEP,
+    LIFE,
+    LaunchPlan,
+    accelerate_command,
+    arrived_key,
+    begun_key,
+    committed_key,
+    has_steps,
+    read_life,
+)
 from accelerate.settings import Settings
 from accelerate.settings.sections import LaunchSection, RecoverySection
 
@@ -249,6 +259,7 @@ def _run_groups(
         command = groups.command(number - numbers[0])
         store.delete_key(committed_key(number))
         begin_life(store, groups.replicas)
+        store.delete_key(arrived_key(read_life(store), FIRST_STEP, number))
         own = {environ.REPLICA: str(number), environ.PARENT: str(os.getpid())}
         variables = {**environ.current(), **plan.environment, **added, **own}
         return subprocess.Popen(command, env=variables)
@@ -301,11 +312,6 @@ def _num_steps(store: Any, group: Group) -> int:
     return int(store.get(key)) if store.check([key]) else 0
 
 
-def has_steps(store: Any, replicas: int) -> bool:
-    """Returns whether a replica group that has not been started again since has committed a step."""
-    return any(store.check([committed_key(replica)]) for replica in range(replicas))
-
-
 def begin_life(store: Any, replicas: int) -> None:
     """Begins the next life of a run if steps were committed, and no replica group holds their state any more.
 
@@ -313,9 +319,9 @@ def begin_life(store: Any, replicas: int) -> None:
     """
     if has_steps(store, replicas):
         return
-    life = store.get(LIFE).decode() if store.check([LIFE]) else ""
-    if store.check([begun_key(int(life or 0))]):
-        store.compare_set(LIFE, life, str(int(life or 0) + 1))
+    life = read_life(store)
+    if store.check([begun_key(life)]):
+        store.compare_set(LIFE, str(life) if life else "", str(life + 1))
 
 
 def _ended(code: int) -> str:
