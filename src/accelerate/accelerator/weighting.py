@@ -48,6 +48,11 @@ class ItemWeighting:
         self._factor = 1.0  # always equal on all ranks, which may exchange gradients in each batch
         self.begin()
 
+    @property
+    def last_items(self) -> float:
+        """Number of items in the latest batch of this rank."""
+        return read_items(self._items[-1])
+
     def begin(self) -> None:
         """Starts a window."""
         # A power of two rounds no gradient, so the result does not depend on the window before.

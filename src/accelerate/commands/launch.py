@@ -281,11 +281,8 @@ def launch_command_parser(subparsers: Any = None) -> CustomArgumentParser:
         allow_abbrev=False,
         formatter_class=CustomHelpFormatter,
     )
+    add_script_options(parser)
     add = parser.add_argument
-    add("--config_file", help="Configuration file, instead of the default one.")
-    add("--quiet", "-q", action="store_true", default=None, help="Do not print assumptions.")
-    add("-m", "--module", action="store_true", default=None, help="The script is a module, as in python -m.")
-    add("--no_python", action="store_true", default=None, help="The script is a program, not a Python file.")
     add(
         "--explain",
         action="store_true",
@@ -300,10 +297,24 @@ def launch_command_parser(subparsers: Any = None) -> CustomArgumentParser:
         "nothing: pytorchjob (Kubeflow), jobset, or job (an indexed Job and a Service).",
     )
     add("--image", help="Container image of the pods, with --manifest.")
-    flags.add_sections(parser)
-    add("training_script", help="What to run; its own arguments follow it.")
-    add("training_script_args", nargs=argparse.REMAINDER, help="Arguments of the script.")
+    add_target(parser)
     return parser
+
+
+def add_script_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say what the target is, and which file has the settings."""
+    add = parser.add_argument
+    add("--config_file", help="Configuration file, instead of the default one.")
+    add("--quiet", "-q", action="store_true", default=None, help="Do not print assumptions.")
+    add("-m", "--module", action="store_true", default=None, help="The script is a module, as in python -m.")
+    add("--no_python", action="store_true", default=None, help="The script is a program, not a Python file.")
+
+
+def add_target(parser: CustomArgumentParser) -> None:
+    """Adds the flags of all settings, and the script with its arguments."""
+    flags.add_sections(parser)
+    parser.add_argument("training_script", help="What to run; its own arguments follow it.")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="Arguments of the script.")
 
 
 main = entry_point(launch_command_parser, __name__)

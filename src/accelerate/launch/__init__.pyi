@@ -40,8 +40,8 @@ from accelerate.launch.machine import (
     run_key as run_key,
 )
 from accelerate.launch.plan import (
-    LAUNCH_COMMAND as LAUNCH_COMMAND,
     FIRST_STEP as FIRST_STEP,
+    LAUNCH_COMMAND as LAUNCH_COMMAND,
     LIFE as LIFE,
     RECORDED as RECORDED,
     LaunchPlan as LaunchPlan,
@@ -68,4 +68,5 @@ from accelerate.launch.script import (
     RENDEZVOUS_FILE as RENDEZVOUS_FILE,
     SCRIPT as SCRIPT,
     PrepareForLaunch as PrepareForLaunch,
+    run_script as run_script,
 )

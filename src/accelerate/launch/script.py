@@ -50,7 +50,7 @@ class Script:
 SCRIPT = Script()
 
 
-def run(words: list[str]) -> None:
+def run_script(words: list[str]) -> None:
     """Runs a module, or a script in the existing `__main__`, where pickle looks up names."""
     if words[0] == "-m":
         sys.path[0] = str(Path.cwd())
@@ -119,7 +119,7 @@ def main(words: list[str]) -> None:
     NOTES.install()
     stack_dumps.offer()
     try:
-        run(words)
+        run_script(words)
     except SystemExit as error:
         if isinstance(error.code, str):
             report_end(error)

@@ -33,6 +33,7 @@ from accelerate.torch_private.loaders import (
     loader_workers as loader_workers,
     requested_samples as requested_samples,
     sources_of as sources_of,
+    watch_indices as watch_indices,
     wrap_indices as wrap_indices,
 )
 from accelerate.torch_private.modules import (

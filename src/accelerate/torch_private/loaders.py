@@ -25,6 +25,20 @@ def wrap_indices(iterator: Any, wrap: Callable[[Any], Any]) -> Any:
     return iterator._sampler_iter
 
 
+def watch_indices(note: Callable[[Any, Any], None]) -> None:
+    """Calls `note` with an iterator of a DataLoader and the indices of each batch that it requests."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter  # the launcher imports this file without it
+
+    original: Callable[[Any], Any] = _BaseDataLoaderIter._next_index
+
+    def next_index(self: Any) -> Any:
+        indices = original(self)
+        note(self, indices)
+        return indices
+
+    _BaseDataLoaderIter._next_index = next_index  # type: ignore[method-assign]
+
+
 def sources_of(loader: Any) -> tuple[Any, Any]:
     """Returns the index sampler and the dataset of a DataLoader or of an iterator of one."""
     dataset = getattr(loader, "dataset", None)

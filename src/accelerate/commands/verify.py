@@ -1,0 +1,222 @@
+"""The command `accelerate verify`, which compares the training of a script in two launches."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accelerate import verification
+from accelerate.base import ConfigurationError, LaunchError, environ, wrong_value
+from accelerate.commands.launch import LaunchParser, add_script_options, add_target, read_settings
+from accelerate.commands.utils import entry_point, make_parser
+from accelerate.launch import LAUNCH_COMMAND, choose_cpu_or_devices
+from accelerate.settings import CustomArgumentParser, CustomHelpFormatter, Settings
+from accelerate.settings.sections import LaunchSection
+from accelerate.verification import ENTRY, Options, Run
+
+DESCRIPTION = (
+    "Check that a script trains with this launch what one process trains. It runs the unmodified script "
+    "twice for a few optimizer steps, with these flags and on one process with the same samples in each "
+    "step, and compares samples, losses, gradient norms, learning rates and weights. Flags are those of "
+    "accelerate launch."
+)
+OWN = {"--steps": 1, "--against": 1, "--json": 1, "--keep_dropout": 0, "--tolerance": 1}
+"""Options of this command with the number of their values."""
+OFFLINE = {
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "DISABLED",
+    "CLEARML_OFFLINE_MODE": "1",
+    "NEPTUNE_MODE": "debug",
+    "MLFLOW_TRACKING_URI": "",
+    "SWANLAB_MODE": "disabled",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+"""Variables that turn off the network of trackers that the script uses itself."""
+SCRUBBED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
+"""Prefixes of variables that choose a layout, which the reference does not have."""
+KEPT = ("ACCELERATE_TORCH_DEVICE",)
+
+
+def verify_command(args: argparse.Namespace) -> None:
+    """Runs a script in two launches and compares what they train.
+
+    Args:
+        args: Arguments parsed by `verify_command_parser`.
+
+    Raises:
+        ConfigurationError: The settings are not valid, or the runs cannot be compared.
+        LaunchError: One of the runs failed.
+        SystemExit: The runs differ. The exit code is 1.
+    """
+    if args.steps < 1:
+        raise wrong_value("--steps", args.steps, "at least one step is compared", "Pass a larger number")
+    target = [args.training_script, *args.training_script_args]
+    flags = without_own(args.words[: len(args.words) - len(target)])
+    settings = choose_cpu_or_devices(read_settings(args))
+    if (machines := settings[LaunchSection].num_machines or 1) > 1:
+        raise wrong_value("--num_machines", machines, "runs are compared on one machine", "Leave it out")
+    with tempfile.TemporaryDirectory(prefix="accelerate-verify-") as name:
+        folder = Path(name)
+        options = Options(str(folder / "run"), args.steps, keeps_dropout=args.keep_dropout)
+        pair = _Pair(flags, target, None if args.against is None else shlex.split(args.against), settings)
+        run, reference = pair.run(options)
+        tolerances = verification.tolerances_of(run, args.tolerance)
+        findings = verification.compare(run, reference, tolerances)
+        if step := verification.find_traced_step(findings):
+            print(
+                f"accelerate verify: both runs are repeated to compare the outputs of modules in step {step}."
+            )
+            traced = replace(options, folder=str(folder / "traced"), steps=step, traced_step=step)
+            findings = verification.compare(*pair.run(traced), tolerances)
+        print(verification.format_runs(run, reference, findings, tolerances))
+        if args.json is not None:
+            content = verification.as_json(run, reference, findings, tolerances)
+            Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if any(not finding.is_expected for finding in findings):
+            sys.exit(1)
+
+
+def without_own(words: Sequence[str]) -> list[str]:
+    """Returns the flags of `accelerate launch` among those of this command."""
+    rest: list[str] = []
+    num_values = 0
+    for word in words:
+        name, has_value = word.split("=", 1)[0].replace("-", "_").replace("__", "--", 1), "=" in word
+        if num_values:
+            num_values -= 1
+        elif name in OWN:
+            num_values = 0 if has_value else OWN[name]
+        else:
+            rest.append(word)
+    return rest
+
+
+class _Pair(NamedTuple):
+    """Two launches of a script.
+
+    Attributes:
+        flags: Flags of the launch.
+        target: Script and its arguments.
+        against: Flags of the second launch, or None for the reference on one process.
+        settings: Settings of the launch.
+    """
+
+    flags: list[str]
+    target: list[str]
+    against: list[str] | None
+    settings: Settings
+
+    def run(self, options: Options) -> tuple[Run, Run]:
+        """Runs the script in both launches, and returns their records."""
+        run = _run("this launch", self.flags, self.target, options)
+        other = replace(options, folder=f"{options.folder}-reference")
+        if self.against is None:
+            flags = _reference_flags(self.settings, self.flags, Path(options.folder))
+            other = replace(other, factor=run.num_groups, is_reference=True, initial=options.folder)
+            return run, _run("the reference on one process", flags, self.target, other)
+        reference = _run("--against", self.against, self.target, other)
+        factor, rest = divmod(run.num_groups, reference.num_groups)
+        if rest:
+            reason = f"it has {reference.num_groups} data-parallel groups, and the launch {run.num_groups}"
+            fix = "Let it have a number that divides that of the first launch"
+            raise wrong_value("--against", shlex.join(self.against), reason, fix)
+        if factor > 1:  # with as many samples in each step
+            other = replace(other, folder=f"{options.folder}-against", factor=factor)
+            reference = _run("--against", self.against, self.target, other)
+        return run, reference
+
+
+def _run(title: str, flags: Sequence[str], target: Sequence[str], options: Options) -> Run:
+    """Runs the script once, and returns its records."""
+    folder = Path(options.folder)
+    folder.mkdir(parents=True)
+    is_module = any(word in ("-m", "--module") for word in flags)
+    flags = [word for word in flags if word not in ("-m", "--module")]
+    words = [*LAUNCH_COMMAND, *flags, str(ENTRY), *(["-m"] if is_module else []), *target]
+    print(f"accelerate verify: {title}: accelerate launch {shlex.join([*flags, *target])}", flush=True)
+    variables = {**_environment(options.is_reference), **OFFLINE, **options.as_variables()}
+    code = subprocess.run(words, env=variables, check=False).returncode
+    if code:
+        raise LaunchError(f"The run of {title} ended with exit code {code}. Its output is above.")
+    run = verification.read_run(folder)
+    if not run.steps:
+        raise ConfigurationError(
+            f"The run of {title} took no optimizer step with a batch of a prepared loader, so nothing can "
+            "be compared. Pass model, optimizer and loader to accelerator.prepare, and let the script train."
+        )
+    return run
+
+
+def _environment(is_reference: bool) -> dict[str, str]:
+    present = dict(environ.current())
+    if not is_reference:
+        return present
+    return {name: value for name, value in present.items() if name in KEPT or not name.startswith(SCRUBBED)}
+
+
+def _reference_flags(settings: Any, flags: Sequence[str], folder: Path) -> list[str]:
+    """Returns the flags of the reference on one process."""
+    values: Mapping[str, Any] = {row.name: value for row, value, _ in settings}
+    config = folder / "reference.yaml"
+    config.write_text("num_processes: 1\nnum_machines: 1\n", encoding="utf-8")
+    words = ["--config_file", str(config), "--num_processes", "1"]
+    if values["mixed_precision"] not in (None, "no"):
+        words += ["--mixed_precision", str(values["mixed_precision"])]
+    if (steps := values["gradient_accumulation_steps"]) not in (None, 1):
+        words += ["--gradient_accumulation_steps", str(steps)]
+    if values["cpu"]:
+        words.append("--cpu")
+    return [*words, *(word for word in flags if word in ("-m", "--module"))]
+
+
+class VerifyParser(LaunchParser):
+    """Parser that keeps its arguments, of which most are passed on to `accelerate launch`."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses arguments as argparse does, and sets the attribute ``words`` of the namespace."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        parsed.words = list(self._words)
+        return parsed, rest
+
+
+def verify_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+    """Returns the parser of ``accelerate verify``, added to `subparsers` if given."""
+    parser = make_parser(
+        "verify",
+        DESCRIPTION,
+        verify_command,
+        subparsers,
+        parser_class=VerifyParser,
+        allow_abbrev=False,
+        formatter_class=CustomHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--steps", type=int, default=5, metavar="N", help="Number of optimizer steps to compare.")
+    add(
+        "--against",
+        metavar="FLAGS",
+        help="Flags of a second launch that takes the place of the reference, for models that do not fit one "
+        'process, such as "--num_processes 2".',
+    )
+    add("--json", metavar="FILE", help="File for the result as JSON.")
+    add("--keep_dropout", action="store_true", help="Apply dropout, whose masks then differ.")
+    add(
+        "--tolerance",
+        type=float,
+        metavar="FACTOR",
+        help="Factor of all tolerances, which depend on the mixed precision.",
+    )
+    add_script_options(parser)
+    add_target(parser)
+    return parser
+
+
+main = entry_point(verify_command_parser, __name__)

@@ -1,0 +1,42 @@
+"""Batch normalization of a large batch as several ranks compute it, each for its part of the batch."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+KINDS = nn.modules.batchnorm._BatchNorm
+
+
+def find_batch_norms(model: nn.Module) -> list[str]:
+    """Returns the names of normalizations whose statistics are those of the batch of one rank."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, KINDS) and not isinstance(module, nn.SyncBatchNorm)
+    ]
+
+
+def normalize_in_groups(model: nn.Module, num_groups: int) -> None:
+    """Lets batch normalizations treat a batch as that of several ranks.
+
+    The running statistics are those of the first rank, as with `DistributedDataParallel`.
+    """
+    for name in find_batch_norms(model) if num_groups > 1 else ():
+        module = model.get_submodule(name)
+        module.forward = partial(_normalize, module, module.forward, num_groups)
+
+
+def _normalize(module: nn.Module, forward: Any, num_groups: int, input: Tensor) -> Any:  # the name of torch
+    if not module.training or input.shape[0] % num_groups:
+        return forward(input)
+    first, *others = input.chunk(num_groups)
+    outputs, kept = [forward(first)], {name: buffer.clone() for name, buffer in module.named_buffers()}
+    outputs += [forward(part) for part in others]
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(kept[name])
+    return torch.cat(outputs)

@@ -1,0 +1,446 @@
+"""Comparison of the records of two runs, and the likely causes of differences."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accelerate.verification.options import BUFFER, WEIGHTS_FILE
+
+ROUNDING = 1e-5
+"""Gradient of a parameter, relative to that of the model, below which its direction is rounding."""
+TRACED = ("loss", "gradient norm", "weights")
+"""Differences whose cause may be found in the outputs of modules."""
+ROUNDED_RATE = 0.15
+"""Relative difference of learning rates that the rounding of the length of a small loader explains."""
+MAX_SHOWN = 8  # samples or names in one line
+
+
+class Tolerances(NamedTuple):
+    """Largest accepted relative differences.
+
+    Attributes:
+        loss: Of a loss, relative to the largest loss of the compared steps.
+        norm: Of a gradient norm.
+        update: Of the change of a parameter or a buffer over all steps, relative to this change.
+    """
+
+    loss: float
+    norm: float
+    update: float
+
+
+TOLERANCES = {
+    "no": Tolerances(1e-4, 1e-3, 0.02),
+    "fp16": Tolerances(1e-2, 3e-2, 0.3),
+    "bf16": Tolerances(2e-2, 5e-2, 0.4),
+    "fp8": Tolerances(5e-2, 0.15, 0.6),
+}
+"""Mixed precision, or dtype of the weights -> tolerances."""
+
+
+def tolerances_of(run: Run, factor: float | None = None) -> Tolerances:
+    """Returns the tolerances of a run, times a factor."""
+    tolerances = TOLERANCES.get(run.precision, TOLERANCES["no"])
+    return tolerances if factor is None else Tolerances(*(factor * value for value in tolerances))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of an optimizer, over all ranks.
+
+    Attributes:
+        loss: Mean loss of the samples, or None if no loss was recorded.
+        norms: Gradient norm on each rank.
+        rates: Learning rate of each parameter group.
+        samples: Samples of each data-parallel group, as texts of loader, pass and index.
+        by_index: Whether samples are named by their index in the dataset, and not by a digest.
+        positions: Number of steps that each prepared scheduler has taken.
+    """
+
+    loss: float | None
+    norms: list[float | None]
+    rates: list[float]
+    samples: dict[int, list[str]]
+    by_index: bool
+    positions: list[int]
+
+
+@dataclass
+class Run:
+    """Records of one run over all ranks.
+
+    Attributes:
+        size: Number of ranks.
+        num_groups: Number of data-parallel groups.
+        precision: Mixed precision.
+        steps: Steps by optimizer and number.
+        rates: Learning rates of each optimizer after the last step.
+        batch_norms: Names of batch normalizations that are not synchronized.
+        outputs: Norms of the rows of the outputs of modules by data-parallel group.
+    """
+
+    folder: Path
+    size: int = 0
+    num_groups: int = 0
+    precision: str = "no"
+    label: str = ""
+    steps: dict[tuple[int, int], Step] = field(default_factory=dict)
+    rates: list[list[float]] = field(default_factory=list)
+    batch_norms: list[str] = field(default_factory=list)
+    outputs: dict[int, dict[str, list[list[float]]]] = field(default_factory=dict)
+
+
+class Finding(NamedTuple):
+    """A difference between the runs.
+
+    Attributes:
+        step: Step of the first difference, or 0 for the weights.
+        what: "samples", "loss", "gradient norm", "learning rate", "weights" or "buffers".
+        text: The difference in one sentence.
+        cause: Likely cause with a fix, or "".
+        is_expected: Whether the script asks for the difference, so that it is no fault.
+    """
+
+    step: int
+    what: str
+    text: str
+    cause: str = ""
+    is_expected: bool = False
+
+
+def read_run(folder: Path) -> Run:
+    """Reads the records of all ranks of a run."""
+    run, groups = Run(folder), dict[tuple[int, int], list[tuple[dict[str, Any], dict[str, Any]]]]()
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if not lines:
+            continue
+        head = lines[0]
+        run.size, run.num_groups = head["size"], head["num_groups"]
+        run.precision, run.label, run.batch_norms = head["precision"], head["label"], head["batch_norms"]
+        for line in lines[1:]:
+            if line["kind"] == "step":
+                groups.setdefault((line["optimizer"], line["step"]), []).append((head, line))
+            else:
+                run.rates = line["rates"]
+                run.outputs.setdefault(head["group"], {}).update(line["outputs"])
+    run.steps = {key: _merge(lines) for key, lines in sorted(groups.items(), key=lambda item: item[0][::-1])}
+    return run
+
+
+def _merge(lines: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Step:
+    """Returns a step from the records of its ranks."""
+    lines = sorted(lines, key=lambda pair: int(pair[0]["rank"]))
+    losses = [pair for _, line in lines for pair in line["losses"]]
+    items = [count for _, count in losses if count >= 0]
+    if not losses:
+        loss = None
+    elif items:
+        loss = sum(value for value, _ in losses) / max(sum(items), 1e-30)
+    else:
+        loss = sum(value for value, _ in losses) / len(lines)
+    samples: dict[int, list[str]] = {}
+    by_index = True
+    for head, line in lines:
+        if head["group"] in samples:
+            continue
+        samples[head["group"]] = []
+        for loader, number, _, has_indices, rows in line["samples"]:
+            by_index = by_index and has_indices
+            samples[head["group"]] += [f"{loader}/{number}/{row}" for row in rows]
+    norms = [line["norm"] for _, line in lines]
+    return Step(loss, norms, lines[0][1]["rates"], samples, by_index, lines[0][1]["positions"])
+
+
+def compare(run: Run, reference: Run, tolerances: Tolerances) -> list[Finding]:
+    """Returns the first difference of each kind of a run from the reference.
+
+    Later differences follow from an earlier one, except for learning rates, because the reference steps with
+    those of the run.
+    """
+    findings = [*_compare_steps(run, reference, tolerances), *_compare_weights(run, reference, tolerances)]
+    rates = [finding for finding in findings if finding.what == "learning rate"]
+    first = [finding for finding in findings if finding.what != "learning rate"][:1]
+    if first and first[0].what in TRACED and not first[0].cause and run.outputs:
+        first = [first[0]._replace(cause=_explain_outputs(run, reference, tolerances))]
+    notes = [_note_of_batch_norms(run)] if run.batch_norms and run.num_groups > 1 else []
+    return [*first, *sorted(rates, key=lambda finding: finding.is_expected)[:1], *notes]
+
+
+def find_traced_step(findings: Sequence[Finding]) -> int:
+    """Returns the step in which the outputs of modules may explain the first difference, or 0."""
+    first = next(iter(findings), None)
+    return first.step if first is not None and first.what in TRACED and not first.cause else 0
+
+
+def _explain_outputs(run: Run, reference: Run, tolerances: Tolerances) -> str:
+    """Returns the first module whose outputs differ in the step that was traced."""
+    expected = _joined(reference.outputs)
+    own = _joined(run.outputs)
+    num_compared = 0
+    for name, (width, rows) in expected.items():
+        if name not in own or own[name][0] != width or len(own[name][1]) != len(rows):
+            continue
+        num_compared += 1
+        bound = tolerances.loss * max(map(abs, rows), default=0.0)
+        if any(abs(a - b) > bound for a, b in zip(sorted(own[name][1]), sorted(rows), strict=True)):
+            number, _, path = name.partition(":")
+            where = f"`{path}`" if path else "the model"
+            model = f" of model {number}" if number != "0" else ""
+            return f"The outputs of {where}{model} are the first that differ from those of the reference."
+    if not num_compared:
+        return ""
+    return (
+        f"The outputs of {num_compared} modules are those of the reference, so the loss or the backward pass "
+        "differs. The loss may depend on which samples one rank has: negatives of the batch, or a mean over "
+        "a number of tokens that differs between ranks (pass it as accumulate(num_items=...))."
+    )
+
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
+
+
+def _joined(outputs: Mapping[int, Mapping[str, list[list[float]]]]) -> dict[str, tuple[float, list[float]]]:
+    """Returns the width and the norms of the rows of the outputs of each module, over all groups of ranks."""
+    joined: dict[str, tuple[float, list[float]]] = {}
+    for group in outputs.values():
+        for name, calls in group.items():
+            for wrapper in _WRAPPERS:
+                name = name.replace(wrapper, "")
+            for width, *rows in calls:
+                joined.setdefault(name, (width, []))[1].extend(rows)
+    return joined
+
+
+def _note_of_batch_norms(run: Run) -> Finding:
+    name, more = run.batch_norms[0], len(run.batch_norms) - 1
+    names = f"`{name}` and {more} more normalize" if more else f"`{name}` normalizes"
+    text = f"{names} over the batch of each rank, 1/{run.num_groups} of the batch of a step"
+    cause = (
+        "The reference does the same. One process with the whole batch has other statistics; "
+        "nn.SyncBatchNorm.convert_sync_batchnorm(model) shares them on GPUs."
+    )
+    return Finding(0, "batch normalization", text, cause, is_expected=True)
+
+
+def _compare_steps(run: Run, reference: Run, tolerances: Tolerances) -> Iterator[Finding]:
+    scale = max((abs(step.loss) for step in reference.steps.values() if step.loss is not None), default=0.0)
+    for key, expected in reference.steps.items():
+        number, step = key[1], run.steps.get(key)
+        if step is None:
+            yield Finding(number, "steps", "only the reference took this step", _STEPS_CAUSE)
+            continue
+        if step.by_index and expected.by_index and (difference := _compare_samples(step, expected)):
+            yield Finding(number, "samples", *difference)
+        if step.loss is not None and expected.loss is not None:
+            bound = tolerances.loss * max(scale, 1e-8)
+            if not abs(step.loss - expected.loss) <= bound and not _are_nan(step.loss, expected.loss):
+                text = f"the loss is {step.loss:.6g}, and {expected.loss:.6g} in the reference"
+                yield Finding(number, "loss", text, _cause_of_factor(step.loss, expected.loss, run, "loss"))
+        yield from _compare_norms(number, step, expected, run, tolerances)
+        if not _are_close(step.rates, expected.rates, 1e-6):
+            yield _compare_rates(number, step, expected, run)
+    for optimizer, number in run.steps.keys() - reference.steps.keys():
+        yield Finding(
+            number, "steps", f"only this launch took this step of optimizer {optimizer}", _STEPS_CAUSE
+        )
+
+
+_STEPS_CAUSE = (
+    "The lengths of loaders, or the number of steps in the script, depend on the number of processes."
+)
+
+
+def _compare_rates(number: int, step: Step, expected: Step, run: Run) -> Finding:
+    """Returns the difference of learning rates, which is expected if only a length was rounded."""
+    text = f"the learning rate is {_numbers(step.rates)}, and {_numbers(expected.rates)} in the reference"
+    pairs = list(zip(step.positions, expected.positions, strict=False))
+    factors = {own / other for own, other in pairs if other}
+    is_per_process = len(factors) == 1 and factors == {run.size}
+    if is_per_process and _are_close(step.rates, expected.rates, ROUNDED_RATE):
+        cause = (
+            "A prepared scheduler steps once for each process, so a schedule over the batches of a loader is "
+            "that of one process, up to the rounding of the number of batches."
+        )
+        return Finding(number, "learning rate", text, cause, is_expected=True)
+    if is_per_process:
+        return Finding(
+            number,
+            "learning rate",
+            text,
+            f"The prepared scheduler has taken {run.size} steps for each step of the optimizer, one for each "
+            "process. Write the schedule for the batches of one process, or pass "
+            'step_scheduler_with_optimizer="per_update".',
+        )
+    return Finding(
+        number,
+        "learning rate",
+        text,
+        "The script makes the learning rate or the schedule depend on the number of processes.",
+    )
+
+
+def _compare_samples(step: Step, expected: Step) -> tuple[str, str] | None:
+    """Returns the difference of the samples of a step and its cause, or None."""
+    counts = Counter(row for rows in step.samples.values() for row in rows)
+    wanted = Counter(row for rows in expected.samples.values() for row in rows)
+    if counts == wanted:
+        return None
+    extra, lacking = counts - wanted, wanted - counts
+    repeated = [row for row in extra if row in wanted]
+    for group, rows in step.samples.items():
+        again = [row for row in rows if row in repeated]
+        if again and len(step.samples) > 1:
+            text = f"rank group {group} read samples {_indices(again)} again"
+            return f"{text}, and samples {_indices(lacking)} were not read", _SAMPLES_CAUSE
+    text = f"samples {_indices(lacking)} were not read" if lacking else ""
+    other = f"samples {_indices(extra)} were read in addition" if extra else ""
+    return "; ".join(part for part in (text, other) if part), _SAMPLES_CAUSE
+
+
+_SAMPLES_CAUSE = (
+    "The loader was sharded twice (a DistributedSampler in addition to prepare), not prepared, or its order "
+    "depends on the rank or the number of processes."
+)
+
+
+def _indices(rows: Any) -> str:
+    names = [row.rsplit("/", 1)[1] for row in sorted(rows, key=_by_number)]
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return ", ".join(names[:MAX_SHOWN]) + more
+
+
+def _by_number(row: str) -> tuple[int, str]:
+    name = row.rsplit("/", 1)[1]
+    return (int(name), "") if name.isdigit() else (0, name)
+
+
+def _compare_norms(
+    number: int, step: Step, expected: Step, run: Run, tolerances: Tolerances
+) -> Iterator[Finding]:
+    norms = [norm for norm in step.norms if norm is not None]
+    wanted = expected.norms[0]
+    if not norms or wanted is None:
+        return
+    if max(norms) - min(norms) > tolerances.norm * max(norms):
+        ranks = ", ".join(f"{norm:.6g} on rank {rank}" for rank, norm in enumerate(norms))
+        cause = (
+            "Gradients are not averaged over the ranks: call the prepared model, not its `module`, and "
+            "accelerator.backward(loss)."
+        )
+        yield Finding(number, "gradient norm", f"the gradient norm is {ranks}", cause)
+        return
+    if not abs(norms[0] - wanted) <= tolerances.norm * abs(wanted) + 1e-12 and not _are_nan(norms[0], wanted):
+        text = f"the gradient norm is {norms[0]:.6g}, and {wanted:.6g} in the reference"
+        yield Finding(number, "gradient norm", text, _cause_of_factor(norms[0], wanted, run, "gradient norm"))
+
+
+def _cause_of_factor(value: float, wanted: float, run: Run, name: str) -> str:
+    """Returns a cause for a value that is a multiple of the expected one."""
+    if not wanted or not math.isfinite(value / wanted):
+        return ""
+    ratio = value / wanted
+    for factor in sorted({run.num_groups, run.size} - {0, 1}):
+        if abs(ratio - factor) < 1e-3 * factor:
+            return (
+                f"The {name} is {factor} times that of the reference: it is summed over ranks, not averaged."
+            )
+        if abs(ratio * factor - 1) < 1e-3:
+            return (
+                f"The {name} is 1/{factor} of that of the reference: it is divided by the number of "
+                "processes in addition to the mean over ranks, or it is a sum over the batch of one rank. "
+                "Pass the mean to backward, or count items with accumulate(num_items=...)."
+            )
+    return ""
+
+
+def _compare_weights(run: Run, reference: Run, tolerances: Tolerances) -> Iterator[Finding]:
+    from safetensors.torch import load_file
+
+    number = 0
+    while (reference.folder / WEIGHTS_FILE.format("after", number)).exists():
+        pairs = []
+        for each in (run, reference):
+            paths = [each.folder / WEIGHTS_FILE.format(moment, number) for moment in ("before", "after")]
+            pairs.append([load_file(path) if path.exists() else {} for path in paths])
+        yield from _compare_model(number, pairs[0], pairs[1], tolerances)
+        number += 1
+
+
+def _compare_model(
+    number: int,
+    own: Sequence[Mapping[str, Any]],
+    reference: Sequence[Mapping[str, Any]],
+    tolerances: Tolerances,
+) -> Iterator[Finding]:
+    (before, after), (before_reference, after_reference) = own, reference
+    prefix = f"model {number}, " if number else ""
+    if not after:
+        yield Finding(0, "weights", f"{prefix}this launch wrote no weights")
+        return
+    if lacking := after_reference.keys() ^ after.keys():
+        text = f"{prefix}only one of the runs has {', '.join(sorted(lacking)[:MAX_SHOWN])}"
+        yield Finding(0, "weights", text)
+    total = math.sqrt(
+        sum(
+            float((after_reference[name] - before_reference[name]).double().square().sum())
+            for name in after_reference
+            if name in before_reference and after_reference[name].is_floating_point()
+        )
+    )
+    differing = []
+    for name, value in after_reference.items():
+        if name not in after or name not in before or name not in before_reference:
+            continue
+        if after[name].shape != value.shape:
+            yield Finding(
+                0,
+                "weights",
+                f"{prefix}`{name}` has shape {tuple(after[name].shape)}, and {tuple(value.shape)}",
+            )
+            continue
+        update = (value - before_reference[name]).double()
+        difference = (after[name].double() - before[name].double()) - update
+        size, error = float(update.norm()), float(difference.norm())
+        if not size and error > 1e-6 * max(total, 1e-12):
+            text = f"{prefix}`{name}` was trained, and is not in the reference"
+            yield Finding(0, "weights", text, "A frozen parameter is trained in this launch.")
+        elif size and not error <= tolerances.update * size:
+            differing.append((error / size, name))
+    yield from _report_differing(prefix, differing)
+
+
+def _report_differing(prefix: str, differing: list[tuple[float, str]]) -> Iterator[Finding]:
+    buffers = [entry for entry in differing if _is_buffer(entry[1])]
+    weights = [entry for entry in differing if entry not in buffers]
+    for kind, entries in (("weights", weights), ("buffers", buffers)):
+        if not entries:
+            continue
+        error, name = entries[0]
+        more = f", and {len(entries) - 1} more" if len(entries) > 1 else ""
+        text = f"{prefix}the update of `{name.removeprefix(BUFFER)}` differs by {error:.2g} of it{more}"
+        yield Finding(0, kind, text)
+
+
+def _is_buffer(name: str) -> bool:
+    return name.startswith(BUFFER) or name.rpartition(".")[2] in ("running_mean", "running_var")
+
+
+def _are_nan(*values: float) -> bool:
+    return all(map(math.isnan, values))
+
+
+def _are_close(own: Sequence[float], expected: Sequence[float], tolerance: float) -> bool:
+    return len(own) == len(expected) and all(
+        abs(a - b) <= tolerance * max(abs(a), abs(b), 1e-30) for a, b in zip(own, expected, strict=True)
+    )
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.6g}" for value in dict.fromkeys(values))

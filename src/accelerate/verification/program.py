@@ -1,0 +1,32 @@
+"""Execution of a script whose training is recorded.
+
+The script is not changed. Methods of the `Accelerator`, of loaders and of torch are replaced in this process
+before the script begins. A run that is not verified has none of this.
+"""
+
+from __future__ import annotations
+
+from accelerate import rng
+from accelerate.base import environ
+from accelerate.launch import run_script
+from accelerate.verification import drawing, overrides
+from accelerate.verification.options import SEED, Options
+from accelerate.verification.recorder import Finished, Recorder
+
+
+def main(words: list[str]) -> None:
+    """Runs the target with its arguments, and ends it after some optimizer steps."""
+    options = Options.of(environ.current())
+    recorder = Recorder(options)
+    rng.set_seed(SEED)
+    if not options.keeps_dropout:
+        drawing.turn_off_dropout()
+    drawing.draw_for_whole_batches(recorder)
+    overrides.install(recorder)
+    try:
+        run_script(words)
+        recorder.finish()
+    except Finished:
+        pass
+    finally:
+        recorder.close()

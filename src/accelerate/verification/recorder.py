@@ -1,0 +1,328 @@
+"""Record of the training of a script on one rank: samples, losses, gradient norms, rates and weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from accelerate import ops, rng, torch_private
+from accelerate.base import environ
+from accelerate.data_loader import data_groups
+from accelerate.nested import ignorant_find_batch_size
+from accelerate.verification.batch_norms import find_batch_norms, normalize_in_groups
+from accelerate.verification.options import BUFFER, RANK_FILE, WEIGHTS_FILE, Options
+
+
+class Finished(SystemExit):
+    """End of the script after the last step that is compared."""
+
+
+class Recorder:
+    """Record of one rank, which ends the script after some optimizer steps.
+
+    Args:
+        options: Options of the run.
+
+    Attributes:
+        accelerator: The first `Accelerator` of the script, or None before it.
+        rows: Number of rows of the current training batch on this rank, or None.
+        num_groups: Number of data-parallel groups of ranks.
+        group: The data-parallel group of this rank.
+        redirected: Folder in which the script saves, in place of its own.
+        is_in_pipeline: Whether the passes of a pipeline run, whose losses are parts of one.
+        has_enlarged: Whether batch sizes were multiplied before there was an `Accelerator`.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.accelerator: Any = None
+        self.rows: int | None = None
+        self.num_groups, self.group = 1, 0
+        self.redirected = Path(tempfile.mkdtemp(prefix="saved-", dir=options.folder))
+        self._file: Any = None
+        self._has_begun = self._is_finished = False
+        self._loaders: list[Any] = []
+        self._passes: dict[int, int] = {}
+        self._indices: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
+        self._unused: dict[int, list[Any]] = {}  # samples of batches that no backward pass has used yet
+        self._samples: list[list[Any]] = []
+        self._losses: list[list[float]] = []
+        self._scaled: float | None = None
+        self._observed: list[Any] = []
+        self._outputs: dict[str, list[list[float]]] = {}
+        self._norm: float | None = None
+        self._rates: list[float] = []
+        self._forced_rates: dict[tuple[int, int], list[float]] = {}
+        self._replaced: Any = None  # optimizer with the learning rates of the other run
+        self.is_in_pipeline = self.has_enlarged = False
+        torch_private.watch_indices(self._note_indices)
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Writes a line to the record of this rank."""
+        if self._file is None:
+            rank = self.accelerator.process_index if self.accelerator is not None else 0
+            group = environ.current().get(environ.REPLICA, "0")
+            name = RANK_FILE.format(f"{group}-{rank}-{os.getpid()}")
+            self._file = open(Path(self.options.folder) / name, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+
+    # Batches
+
+    def _note_indices(self, iterator: Any, indices: Any) -> None:
+        self._indices.setdefault(iterator, deque()).append(indices)
+
+    def read(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields the batches of a pass over a prepared loader."""
+        number = self._number_of(loader)
+        pass_number = self._passes[number] = self._passes.get(number, -1) + 1
+        if (iterator := getattr(loader, "iterator", None)) in self._indices:
+            self._indices[iterator].clear()  # of a persistent iterator, whose pass was left early
+        self._seed(number, pass_number, -1)
+        for position, batch in enumerate(batches):
+            self._begin_batch(loader, number, (pass_number, position), batch)
+            yield batch
+            self.rows = None
+
+    def _number_of(self, loader: Any) -> int:
+        if not any(loader is known for known in self._loaders):
+            self._loaders.append(loader)
+        return next(number for number, known in enumerate(self._loaders) if loader is known)
+
+    def _begin_batch(self, loader: Any, number: int, position: tuple[int, int], batch: Any) -> None:
+        if self.has_enough_steps:
+            self.finish()
+            raise Finished(0)
+        queue = self._indices.get(getattr(loader, "iterator", None), ())
+        indices = queue.popleft() if queue else None
+        if not self.is_training:
+            return
+        self._begin_run()
+        self.rows = ignorant_find_batch_size(batch)
+        if indices is None:
+            rows = _digests(batch, self.rows)
+        else:
+            rows = list(map(str, indices if isinstance(indices, (list, tuple)) else [indices]))
+        self._unused[number] = [number, *position, indices is not None, rows]
+        self._seed(number, *position)
+
+    @property
+    def is_training(self) -> bool:
+        """True if a prepared model is in training mode and gradients are computed."""
+        models = [] if self.accelerator is None else self.accelerator._models
+        return torch.is_grad_enabled() and any(model.training for model in models)
+
+    def _seed(self, *numbers: int) -> None:
+        """Sets the random numbers of a batch, which are the same on all ranks and in both runs."""
+        digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest()
+        rng.set_seed(int.from_bytes(digest, "little"))
+
+    # Steps
+
+    def _begin_run(self) -> None:
+        """Writes the weights and a description of the models, before the first step."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        accelerator = self.accelerator
+        strategy = accelerator._runtime.strategy
+        size, rank = accelerator.num_processes, accelerator.process_index
+        self.num_groups, self.group = data_groups(strategy.loader_mesh, size, rank)
+        self.write(
+            "run",
+            rank=rank,
+            size=size,
+            group=self.group,
+            num_groups=self.num_groups,
+            precision=str(accelerator.mixed_precision),
+            label=str(accelerator.distributed_type.value),
+            batch_norms=[
+                n for model in accelerator._models for n in find_batch_norms(accelerator.unwrap_model(model))
+            ],
+        )
+        self._write_weights("before")
+        if self.options.initial:
+            self._load_initial()
+        if self.options.is_reference:
+            for model in accelerator._models:
+                normalize_in_groups(accelerator.unwrap_model(model), self.options.factor)
+        if self.options.traced_step:
+            self._trace()
+
+    def _load_initial(self) -> None:
+        """Takes the initial weights and the learning rates of the other run, in a run on one process.
+
+        Differences of learning rates are reported, and do not lead to further ones.
+        """
+        from safetensors.torch import load_file
+
+        for path in sorted(Path(self.options.initial).glob(RANK_FILE.format("0-0-*"))):
+            for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+                if line["kind"] == "step":
+                    self._forced_rates[line["optimizer"], line["step"]] = line["rates"]
+        for number, model in enumerate(self.accelerator._models):
+            path = Path(self.options.initial) / WEIGHTS_FILE.format("before", number)
+            if path.exists():
+                self.accelerator.unwrap_model(model).load_state_dict(load_file(path), strict=False)
+
+    def observe_optimizers(self) -> None:
+        """Observes the steps of all prepared optimizers."""
+        for optimizer in self.accelerator._optimizers:
+            if not any(optimizer is known for known in self._observed):
+                self._observed.append(optimizer)
+                optimizer.observers = (*optimizer.observers, self)
+
+    def use_batches(self) -> None:
+        """Counts the batches that were read last for the current step."""
+        self._samples += self._unused.values()
+        self._unused = {}
+
+    def note_scaled(self, loss: float) -> None:
+        """Keeps a loss times its weight in the window, which `Accumulation.scale` returns."""
+        self._scaled = loss
+
+    def forget_scaled(self) -> None:
+        """Forgets the scaled losses of the micro-batches of a pipeline."""
+        self._scaled = None
+
+    def begin_backward(self) -> None:
+        """Begins a backward pass, or the forward and backward passes of a pipeline."""
+        self.observe_optimizers()
+        self.use_batches()
+        self._scaled = None
+
+    def end_backward(self, loss: float, items: float | None, factor: float) -> None:
+        """Records the loss of a backward pass.
+
+        Args:
+            loss: The loss that the script passed.
+            items: Number of items over which it is a sum, or None.
+            factor: Its weight, where `Accumulation.scale` was not called for it.
+        """
+        scaled = loss * factor if self._scaled is None else self._scaled
+        self._losses.append([scaled, -1.0] if items is None else [loss, items])
+
+    def before_step(self, optimizer: Any) -> None:
+        """Measures the gradients of a step."""
+        self.use_batches()
+        accelerator = self.accelerator
+        norm = None
+        if accelerator._runtime.strategy.holds_gradients and not optimizer.steps_in_backward:
+            norm = float(accelerator.clip_grad_norm_(list(optimizer.parameters()), float("inf")))
+        self._norm = norm
+        self._restore_rates()
+        self._rates = _rates_of(optimizer)
+        if forced := self._forced_rates.get((self._observed.index(optimizer), optimizer.num_updates + 1)):
+            self._replaced = optimizer
+            for group, rate in zip(optimizer.param_groups, forced, strict=False):
+                group["lr"] = rate
+
+    def _restore_rates(self) -> None:
+        """Restores the learning rates that the step before has replaced, from which schedulers go on."""
+        if self._replaced is not None:
+            for group, rate in zip(self._replaced.param_groups, self._rates, strict=False):
+                group["lr"] = rate
+            self._replaced = None
+
+    def after_update(self, optimizer: Any) -> None:
+        """Writes the record of a step."""
+        self._restore_rates()
+        self.write(
+            "step",
+            optimizer=self._observed.index(optimizer),
+            step=optimizer.num_updates,
+            losses=self._losses,
+            norm=self._norm,
+            rates=self._rates,
+            positions=self._positions(),
+            samples=self._samples,
+        )
+        self._losses, self._samples = [], []
+
+    @property
+    def has_enough_steps(self) -> bool:
+        """True if the steps that are compared have been taken."""
+        return any(optimizer.num_updates >= self.options.steps for optimizer in self._observed)
+
+    def finish(self) -> None:
+        """Writes the weights after the last step, once."""
+        if self._is_finished or not self._has_begun:
+            return
+        self._is_finished = True
+        self._write_weights("after")
+        self.write("end", rates=[_rates_of(optimizer) for optimizer in self._observed], outputs=self._outputs)
+
+    def _positions(self) -> list[int]:
+        """Returns the numbers of steps that prepared schedulers have taken."""
+        schedulers = (scheduler.scheduler for scheduler in self.accelerator._schedulers)
+        return [getattr(scheduler, "last_epoch", 0) for scheduler in schedulers]
+
+    def _write_weights(self, moment: str) -> None:
+        """Writes the whole weights and the buffers of all models."""
+        from safetensors.torch import save_file
+
+        for number, model in enumerate(self.accelerator._models):
+            weights = {
+                name: tensor.detach().to("cpu", copy=True).contiguous()
+                for name, tensor in self.accelerator.stream_weights(model)
+            }
+            module = self.accelerator.unwrap_model(model)
+            for name, buffer in module.named_buffers():
+                if not buffer.is_meta and name not in weights:
+                    whole = ops.to_full_tensors(buffer.detach())
+                    weights[f"{BUFFER}{name}"] = whole.to("cpu", copy=True).contiguous()
+            if self.accelerator.is_main_process:
+                save_file(weights, Path(self.options.folder) / WEIGHTS_FILE.format(moment, number))
+
+    # Outputs of modules
+
+    def _trace(self) -> None:
+        """Records the outputs of all modules in the first micro-batch of a step."""
+        for number, model in enumerate(self.accelerator._models):
+            for name, module in self.accelerator.unwrap_model(model).named_modules():
+                key = f"{number}:{name}"
+                module.register_forward_hook(
+                    lambda module, _, output, key=key: self._note_output(key, output)
+                )
+
+    @torch.no_grad()
+    def _note_output(self, key: str, output: Any) -> None:
+        num_updates = max((optimizer.num_updates for optimizer in self._observed), default=0)
+        if self.rows is None or self._losses or num_updates != self.options.traced_step - 1:
+            return
+        for leaf in torch_private.pytree.tree_leaves(output)[:1]:
+            if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.is_floating_point():
+                rows = ops.to_full_tensors(leaf).reshape(leaf.shape[0], -1).double()
+                self._outputs.setdefault(key, []).append(
+                    [rows.shape[1], *rows.square().sum(1).sqrt().tolist()]
+                )
+
+
+def _rates_of(optimizer: Any) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+
+
+def _digests(batch: Any, rows: int | None) -> list[str]:
+    """Returns a digest of each sample of a batch."""
+    leaves = [leaf for leaf in torch_private.pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    whole = [leaf.detach().cpu() for leaf in leaves if leaf.ndim and leaf.shape[0] == rows]
+    digests = []
+    for row in range(rows or 0):
+        digest = hashlib.blake2b(digest_size=6)
+        for leaf in whole:
+            digest.update(leaf[row].contiguous().view(torch.uint8).numpy().tobytes())
+        digests.append(digest.hexdigest())
+    return digests
