@@ -219,6 +219,11 @@ class RunCheckpoints:
         refuse_path("output_dir", output_dir or "")
         target = Path(output_dir or "").expanduser()
         if numbered:
+            if output_dir not in (None, "", "generation"):
+                logger.warning_once(
+                    f"save_state({str(output_dir)!r}) saves to a numbered folder of the project, because "
+                    "automatic_checkpoint_naming is set. Leave the folder out."
+                )
             iteration = project.iteration
             target = _numbered_folder(project) / checkpointing.retention.name_of(iteration)
         loaders = runtime.prepared.loaders

@@ -10,7 +10,10 @@ from typing import Any
 
 from accelerate import plugins, tracking
 from accelerate.base import wrong_value
+from accelerate.logging import get_logger
 from accelerate.state import Leader, PartialState, services
+
+logger = get_logger(__name__)
 
 
 class Trackers:
@@ -71,6 +74,11 @@ class Trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
         if not self.running:
+            if (package := tracking.missing_package(name)) is not None:
+                logger.warning_once(
+                    f"get_tracker({name!r}) returns a tracker without effect: {package} is not installed. "
+                    f"Run `pip install {package}`."
+                )
             return tracking.GeneralTracker(_blank=True)
         names = ", ".join(tracker.name for tracker in self.running)
         fix = "Name one of them, or add it to log_with"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from importlib import import_module
 from typing import Any
@@ -51,6 +52,16 @@ __getattr__, __dir__, _ = attach(
 )
 
 
+class _Version(argparse.Action):
+    """Flag that prints the version, which is read only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version  # slow, and few programs ask
+
+        print(f"accelerate {version('accelerate')}")
+        parser.exit()
+
+
 def make_cli_parser(words: list[str]) -> CustomArgumentParser:
     """Returns the parser of `accelerate`, with the subcommands that these arguments need."""
     parser = CustomArgumentParser(
@@ -59,6 +70,7 @@ def make_cli_parser(words: list[str]) -> CustomArgumentParser:
         allow_abbrev=False,
         description="Train with PyTorch on one CPU, many GPUs or many machines.",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="Print the version and exit.")
     subparsers: Any = parser.add_subparsers(
         metavar="<command>", title="commands", parser_class=CustomArgumentParser
     )

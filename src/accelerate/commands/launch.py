@@ -25,6 +25,7 @@ from accelerate.launch import (
     RECORDED,
     Kind,
     LaunchPlan,
+    NewestCheckpoint,
     Target,
     as_json,
     as_text,
@@ -43,6 +44,7 @@ from accelerate.settings import (
     CustomArgumentParser,
     CustomHelpFormatter,
     Settings,
+    all_options,
     clean_option as clean_option,
     default_config_file as default_config_file,
     env,
@@ -102,6 +104,8 @@ DESCRIPTION = (
     "that over --config_file, and that over the default configuration file."
 )
 DEFAULT_FILE = "default file"
+PARSERS = ("HfArgumentParser", "TrlParser", "jsonargparse", "LightningCLI", "tyro", "fire", "hydra", "click")
+"""Names in scripts whose arguments are not written in them."""
 ENDED_BY_USER = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, *CONSOLE_EVENTS))
 """Exit codes of a run that the user ended, unless the launcher recorded that ranks failed."""
 
@@ -176,6 +180,12 @@ def launch_command(args: argparse.Namespace) -> None:
         return
     if plan.target.kind == "script" and not os.path.exists(plan.target.name):
         raise ConfigurationError(f"There is no script {shown(plan.target.name)} here. Check the path.")
+    if late := _find_late_flags(plan.target):
+        print(
+            f"accelerate launch: {', '.join(late)} after the script is passed to the script. Options of "
+            "accelerate launch are written before it.",
+            file=sys.stderr,
+        )
     if plan.notes and not args.quiet:
         print(f"accelerate launch: {'; '.join(plan.notes)}.", file=sys.stderr)
     sys.stderr.flush()
@@ -183,6 +193,18 @@ def launch_command(args: argparse.Namespace) -> None:
     show = partial(_print_views, title=plan.target.name) if is_shown else _no_view
     if code := _run(launcher, plan, show):
         sys.exit(code)
+
+
+def _find_late_flags(target: Target) -> list[str]:
+    """Returns flags of this command among the arguments of a script whose text does not name them."""
+    given = [word.split("=", 1)[0] for word in target.arguments if word.startswith("--")]
+    if not given or target.kind != "script":
+        return []
+    text = Path(target.name).read_text(encoding="utf-8", errors="replace")
+    if any(parser in text for parser in PARSERS):
+        return []
+    names = {f"--{row.name}" for row in all_options().values()}
+    return [word for word in given if word in names and word[2:] not in text]
 
 
 def _manifest(args: argparse.Namespace) -> str:
@@ -223,6 +245,13 @@ def _run(launcher: Launcher, plan: LaunchPlan, show: Show) -> int:
         if code and "SLURM_STEP_ID" in environ.current():
             # srun terminates all tasks as soon as one has failed. This task prints its failure first.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if code in ENDED_BY_USER and (newest := NewestCheckpoint.read(folder)) is not None:
+            step = f" of step {newest.step}" if newest.step >= 0 else ""
+            print(
+                f"accelerate launch: ended by the user. The newest checkpoint{step} is {newest.path}: a "
+                "run that calls load_state with it continues from there.",
+                file=sys.stderr,
+            )
         is_recorded = code and recorded is not plan
         if is_recorded and _explain_failure(folder, code, plan.rendezvous.log_dir):
             keep(folder)

@@ -38,7 +38,7 @@ def test_command(args: argparse.Namespace) -> None:
     """Launches the self-check, in which each check prints a line, or the check of resumed or failing runs.
 
     Args:
-        args: Arguments with ``config_file``, ``resume`` and ``failures``.
+        args: Arguments with ``config_file``, ``num_processes``, ``resume`` and ``failures``.
 
     Raises:
         ConfigurationError: The configuration is not valid.
@@ -47,6 +47,8 @@ def test_command(args: argparse.Namespace) -> None:
         SystemExit: A check failed.
     """
     words = ["--config_file", args.config_file] if args.config_file else []
+    if getattr(args, "num_processes", None) is not None:
+        words += ["--num_processes", str(args.num_processes)]
     if getattr(args, "resume", False):
         check_resume(words)
         return
@@ -162,6 +164,7 @@ def test_command_parser(subparsers: Any = None) -> CustomArgumentParser:  # noqa
     """Returns the parser of ``accelerate test``, added to `subparsers` if given."""
     parser = make_parser("test", DESCRIPTION, test_command, subparsers)
     parser.add_argument("--config_file", help="Configuration file to launch with.")
+    parser.add_argument("--num_processes", type=int, metavar="N", help="Number of processes to launch.")
     check = parser.add_mutually_exclusive_group()
     check.add_argument(
         "--resume",

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import re
 import signal
+import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +38,7 @@ _WIDTH = 80
 _MAX_LINE_LENGTH = 400
 _MAX_HEADLINE_LENGTH = 200
 _NUMBERS = re.compile(r"\d+")
+_NO_MODULE = re.compile(r"No module named '?(?P<name>[\w.]+)")
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+), in .*(?:\n    (?P<source>.*))?', re.M)
 _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = re.compile(
@@ -187,8 +190,28 @@ def find_cause(outcome: Outcome) -> Cause | None:
     if AccelerateError.__name__ in first.failure.kind:
         return None
     text = " ".join((*first.failure.kind, first.failure.headline))
+    if (near := _find_near_module(first.failure.headline)) is not None:
+        return near
     known = next((cause for cause in CAUSES if re.search(cause.pattern, text, re.IGNORECASE)), None)
     return _CONNECTION_LOST if known is None and first.kind == Kind.LOST else known
+
+
+def _find_near_module(headline: str) -> Cause | None:
+    """Returns the cause of an import of a module that a package on disk lacks, which pip cannot install."""
+    match = _NO_MODULE.search(headline)
+    if match is None or "." not in match["name"]:
+        return None
+    package, _, name = match["name"].rpartition(".")
+    folders = [Path(root or ".", *package.split(".")) for root in ("", *sys.path)]
+    folder = next((folder for folder in folders if folder.is_dir()), None)
+    if folder is None:
+        return None
+    modules = {path.stem for path in folder.glob("[a-zA-Z]*.py")}
+    near = get_close_matches(name, modules | {path.parent.name for path in folder.glob("*/*.py")}, n=1)
+    hint = f" The nearest name is {package}.{near[0]}." if near else ""
+    return Cause(
+        "", f"The package {package} in {folder.absolute()} has no module {name}.{hint}", "Correct the name."
+    )
 
 
 def _describe_first(outcome: Outcome, first: Suspect | None) -> tuple[list[str], list[str]]:

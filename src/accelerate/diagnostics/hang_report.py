@@ -194,7 +194,7 @@ def _describe(group: Sequence[RankState], folder: str) -> str:
         return f"{'are' if plural else 'is'} {where} (not in a collective)"
     reason = {
         Activity.COLLECTIVE: f"in {state.operation} #{state.sequence}",
-        Activity.TORCH: f"in {state.operation} (not through accelerate)",
+        Activity.TORCH: f"in {state.operation}",
         Activity.STARTING: f"in {state.operation}",
         Activity.DATA: f"for {state.operation or 'a batch'}",
     }[state.activity]

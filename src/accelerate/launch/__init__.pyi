@@ -42,7 +42,6 @@ from accelerate.launch.machine import (
 from accelerate.launch.plan import (
     FIRST_STEP as FIRST_STEP,
     LAUNCH_COMMAND as LAUNCH_COMMAND,
-    LIFE as LIFE,
     RECORDED as RECORDED,
     LaunchPlan as LaunchPlan,
     Target as Target,

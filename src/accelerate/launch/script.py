@@ -7,6 +7,7 @@ ends it is recorded with a traceback that begins with its own lines.
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from accelerate.launch.failures import (
     starts_again,
 )
 
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
+
 
 @dataclass
 class Script:
@@ -35,10 +38,12 @@ class Script:
 
     Attributes:
         count_steps: Returns the number of steps, or None before an `Accelerator` is created.
+        uses_ranks: Whether the script has created a state of the package, which knows the ranks.
         ended_rank: Rank of a process that SIGTERM asked to end, with all processes of its machine, or None.
     """
 
     count_steps: Callable[[], int] | None = None
+    uses_ranks: bool = False
     ended_rank: int | None = None
 
     @property
@@ -102,11 +107,23 @@ def report_end(error: SystemExit | KeyboardInterrupt) -> None:
 
 
 def _script_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Returns the traceback without the frames of the launcher and `runpy`."""
+    """Returns the traceback without the frames of this package and `runpy`.
+
+    Frames of this package stay where the error was raised in one of them.
+    """
     runners = (str(ENTRY), __file__, "<frozen runpy>", runpy.__file__)
     while trace is not None and trace.tb_frame.f_code.co_filename in runners:
         trace = trace.tb_next
-    return trace
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    is_own = [frame.tb_frame.f_code.co_filename.startswith(PACKAGE) for frame in frames]
+    shown: TracebackType | None = None
+    for frame, own in zip(reversed(frames), reversed(is_own), strict=True):
+        if not own or is_own[-1]:
+            shown = TracebackType(shown, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return shown
 
 
 def main(words: list[str]) -> None:
@@ -132,8 +149,31 @@ def main(words: list[str]) -> None:
     except Exception as error:
         report(error)
         sys.exit(1)
+    _note_independent_processes()
     if _starts_again():
         sys.exit(RESTART_CODE)
+
+
+def _note_independent_processes() -> None:
+    """Prints a line if no process used the others, so that each of them did the whole work."""
+    variables = environ.current()
+    size = int(variables.get("WORLD_SIZE") or 1)
+    if size == 1 or variables.get("RANK") != "0" or SCRIPT.uses_ranks or FOLDER_VARIABLE not in variables:
+        return
+    names = ("torch.distributed", "RANK", "mpi4py", "horovod")
+    source = getattr(sys.modules["__main__"], "__file__", None)
+    text = Path(source).read_text(encoding="utf-8", errors="replace") if source else ""
+    if not any(name in text for name in names) and not _has_process_group():
+        print(
+            f"accelerate launch: the script created no Accelerator, so {size} processes did the same work "
+            "independently. Create one and prepare its model, optimizer and loaders, or launch one process.",
+            file=sys.stderr,
+        )
+
+
+def _has_process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _starts_again() -> bool:

@@ -134,6 +134,17 @@ class RunTimes(StepTimes):
 
     window: StepTimes = field(default_factory=StepTimes)
 
+    def __str__(self) -> str:
+        """Returns a table of the run and its last window."""
+        columns = (self, self.window)
+        rows = [("", "run", "last window"), ("steps", *(f"{times.steps}" for times in columns))]
+        rows.append(("seconds", *(f"{times.seconds:.2f}" for times in columns)))
+        rows += [
+            (f"  {name}", *(f"{times.shares[name]:.1%}" for times in columns)) for name in self.seconds_by
+        ]
+        rows.append(("samples per second", *(f"{times.samples_per_second:.1f}" for times in columns)))
+        return "\n".join(f"{name:<20}{run:>12}{window:>14}" for name, run, window in rows)
+
 
 @dataclass(frozen=True)
 class ClosedWindow:

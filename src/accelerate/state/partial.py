@@ -20,6 +20,7 @@ from accelerate.base import (
     wrong_value,
 )
 from accelerate.devices import DeviceBackend, hardware_table, set_numa_affinity
+from accelerate.launch import SCRIPT
 from accelerate.state import environments, process_group
 from accelerate.state.environments import Topology
 from accelerate.state.processes import ProcessControl
@@ -114,6 +115,7 @@ class PartialState(RunState):
             return
         sagemaker = kwargs.pop("_use_sagemaker_dp", None)
         process_group.check_arguments(kwargs)
+        SCRIPT.uses_ranks = True
         environ = _with_sagemaker(current(), sagemaker)
         use_cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
         device_backend, named_device = _choose_hardware(use_cpu, environ)

@@ -3,6 +3,11 @@ from typing import Any
 from accelerate.torch_private.attention import (
     attention_replaced as attention_replaced,
 )
+from accelerate.torch_private.drawing import (
+    draw_for_whole_batches as draw_for_whole_batches,
+    turn_off_dropout as turn_off_dropout,
+    turn_off_dropout_of as turn_off_dropout_of,
+)
 from accelerate.torch_private.fsdp import (
     FLAT_PARAMETER as FLAT_PARAMETER,
     FlatUnit as FlatUnit,

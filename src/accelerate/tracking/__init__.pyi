@@ -29,6 +29,7 @@ from accelerate.tracking.registry import (
     build_tracker as build_tracker,
     filter_trackers as filter_trackers,
     get_available_trackers as get_available_trackers,
+    missing_package as missing_package,
     register_tracker_class as register_tracker_class,
 )
 from accelerate.tracking.report import ReportTracker as ReportTracker

@@ -145,14 +145,20 @@ def _resolve(entry: TrackerChoice) -> TrackerChoice:
     return LoggerType(entry) if entry in LoggerType else entry
 
 
+def missing_package(name: str) -> str | None:
+    """Returns the package that a tracker of this package needs and that is not installed, or None."""
+    library = next((tracker for tracker in TRACKERS if tracker.name == name), None)
+    if library is None or LOGGER_TYPE_TO_CLASS.get(name) is not library or library.available():
+        return None
+    return PACKAGES[library.package].distributions[0]
+
+
 def _is_usable(entry: str | LoggerType, logging_dir: str | None) -> bool:
     kind = LOGGER_TYPE_TO_CLASS[str(entry)]
-    library = next((tracker for tracker in TRACKERS if tracker is kind), None)
-    if library is not None and not library.available():
-        distribution = PACKAGES[library.package].distributions[0]
+    if (package := missing_package(str(entry))) is not None:
         warnings.warn(
-            f"log_with={str(entry)!r} has no effect: {distribution} is not installed. "
-            f"Run `pip install {distribution}`.",
+            f"log_with={str(entry)!r} has no effect: {package} is not installed. "
+            f"Run `pip install {package}`.",
             stacklevel=3,
         )
         return False

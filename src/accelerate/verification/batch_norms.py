@@ -8,16 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-KINDS = nn.modules.batchnorm._BatchNorm
+KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def find_batch_norms(model: nn.Module) -> list[str]:
     """Returns the names of normalizations whose statistics are those of the batch of one rank."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, KINDS) and not isinstance(module, nn.SyncBatchNorm)
-    ]
+    return [name for name, module in model.named_modules() if isinstance(module, KINDS)]
 
 
 def normalize_in_groups(model: nn.Module, num_groups: int) -> None:

@@ -14,12 +14,11 @@ from typing import Any
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accelerate import data_loader
+from accelerate import data_loader, torch_private
 from accelerate.accelerator import Accelerator, Accumulation, ItemWeighting
 from accelerate.base import ConfigurationError, environ
 from accelerate.plugins import ActivationCheckpointing, DataLoaderConfiguration, ProjectConfiguration
 from accelerate.recovery import RecoveryLoader
-from accelerate.verification.drawing import turn_off_dropout_of
 from accelerate.verification.options import SEED
 from accelerate.verification.recorder import Recorder
 
@@ -87,7 +86,7 @@ def _observe_accelerator(recorder: Recorder) -> None:
             if not recorder.options.keeps_dropout:
                 for obj in args:
                     if isinstance(obj, nn.Module):
-                        turn_off_dropout_of(obj)
+                        torch_private.turn_off_dropout_of(obj)
             return original(self, *args, **kwargs)
 
         return prepare

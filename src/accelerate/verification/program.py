@@ -6,10 +6,10 @@ before the script begins. A run that is not verified has none of this.
 
 from __future__ import annotations
 
-from accelerate import rng
+from accelerate import rng, torch_private
 from accelerate.base import environ
 from accelerate.launch import run_script
-from accelerate.verification import drawing, overrides
+from accelerate.verification import overrides
 from accelerate.verification.options import SEED, Options
 from accelerate.verification.recorder import Finished, Recorder
 
@@ -20,8 +20,8 @@ def main(words: list[str]) -> None:
     recorder = Recorder(options)
     rng.set_seed(SEED)
     if not options.keeps_dropout:
-        drawing.turn_off_dropout()
-    drawing.draw_for_whole_batches(recorder)
+        torch_private.turn_off_dropout()
+    torch_private.draw_for_whole_batches(recorder)
     overrides.install(recorder)
     try:
         run_script(words)

@@ -1,4 +1,4 @@
-"""Record of the training of a script on one rank: samples, losses, gradient norms, rates and weights."""
+"""Record of the samples, losses, gradients, learning rates and weights of a script on one rank."""
 
 from __future__ import annotations
 

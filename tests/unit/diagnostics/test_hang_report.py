@@ -75,7 +75,7 @@ def test_operations_of_torch_and_lines_without_a_function() -> None:
     script = RankState(1, Activity.OTHER_CODE, "<module>", file="/job/train.py", line=3)
     silent = RankState(2, Activity.SILENT, ending="gives no answer")
     assert format_report([backward, script, silent], "/job").startswith(
-        "accelerate: hang: rank 0 waits in backward (not through accelerate), train.py:44, since 9 s; "
+        "accelerate: hang: rank 0 waits in backward, train.py:44, since 9 s; "
         "rank 1 is at train.py:3 (not in a collective); rank 2 gives no answer."
     )
 
