@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 
 import torch
 from torch.utils.data import DataLoader
@@ -67,9 +68,9 @@ def main() -> None:
         one.register_step_post_hook(on_step)
     else:
         one.register_step_pre_hook(on_step)
-    checkpoints = [*FOLDER.glob("project/checkpoints/checkpoint_*"), *FOLDER.glob("fast/**/manifest.json")]
-    if (REPLICA is None or TIER == "fast") and checkpoints:
-        accelerator.load_state()
+    if REPLICA is None or TIER == "fast":
+        with suppress(FileNotFoundError):  # none is saved, or none is held by all groups
+            accelerator.load_state()
     first_step = progress.step
     member.log.write("start", step=first_step)
     for epoch in range(progress.epoch, EPOCHS):
