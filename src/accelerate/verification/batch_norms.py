@@ -30,9 +30,11 @@ def _normalize(module: nn.Module, forward: Any, num_groups: int, input: Tensor) 
     if not module.training or input.shape[0] % num_groups:
         return forward(input)
     first, *others = input.chunk(num_groups)
-    outputs, kept = [forward(first)], {name: buffer.clone() for name, buffer in module.named_buffers()}
-    outputs += [forward(part) for part in others]
-    with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            buffer.copy_(kept[name])
+    outputs, buffers = [forward(first)], dict(module.named_buffers())
+    for part in others:
+        for name, buffer in buffers.items():
+            setattr(module, name, buffer.clone())
+        outputs.append(forward(part))
+    for name, buffer in buffers.items():
+        setattr(module, name, buffer)
     return torch.cat(outputs)

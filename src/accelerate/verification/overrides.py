@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from itertools import cycle, islice
 from typing import Any
 
@@ -267,6 +270,45 @@ class _JoinedBatches:
             yield [index for batch in joined for index in batch]
 
 
+def _redirect_trainer(recorder: Recorder, module: Any) -> None:
+    """Lets the Trainer of transformers save into a temporary folder."""
+
+    def prepare(original: Any) -> Any:
+        def __post_init__(self: Any) -> None:  # noqa: N807
+            self.output_dir = str(recorder.redirected / "trainer")
+            original(self)
+
+        return __post_init__
+
+    _replace(module.TrainingArguments, "__post_init__", prepare)
+
+
+class _AfterImport(MetaPathFinder):
+    """Finder that calls a function with a module after its import."""
+
+    def __init__(self, name: str, change: Callable[[Any], None]) -> None:
+        self.name, self.change = name, change
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                self.change(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _after_import(name: str, change: Callable[[Any], None]) -> None:
+    sys.meta_path.insert(0, _AfterImport(name, change))
+
+
 def _redirect_saves(recorder: Recorder) -> None:
     """Lets the script save into a temporary folder, and load from there what it has saved."""
     saved: dict[str, str] = {}
@@ -291,6 +333,7 @@ def _redirect_saves(recorder: Recorder) -> None:
 
         _replace(owner, method, make)
 
+    _after_import("transformers.training_args", partial(_redirect_trainer, recorder))
     redirect(Accelerator, "save_state", "output_dir")
     redirect(Accelerator, "load_state", "input_dir", only_saved=True)
     redirect(Accelerator, "save_model", "save_directory")

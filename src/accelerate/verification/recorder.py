@@ -89,13 +89,17 @@ class Recorder:
         """Yields the batches of a pass over a prepared loader."""
         number = self._number_of(loader)
         pass_number = self._passes[number] = self._passes.get(number, -1) + 1
-        if (iterator := getattr(loader, "iterator", None)) in self._indices:
-            self._indices[iterator].clear()  # of a persistent iterator, whose pass was left early
+        self._requested_by(loader).clear()  # of a persistent iterator, whose pass was left early
         self._seed(number, pass_number, -1)
         for position, batch in enumerate(batches):
             self._begin_batch(loader, number, (pass_number, position), batch)
             yield batch
             self.rows = None
+
+    def _requested_by(self, loader: Any) -> deque[Any]:
+        """Returns the indices of the batches that are not yielded yet, or none if they are not known."""
+        iterator = getattr(loader, "iterator", None)  # None where another rank reads
+        return self._indices.get(iterator, deque()) if iterator is not None else deque()
 
     def _number_of(self, loader: Any) -> int:
         if not any(loader is known for known in self._loaders):
@@ -106,7 +110,7 @@ class Recorder:
         if self.has_enough_steps:
             self.finish()
             raise Finished(0)
-        queue = self._indices.get(getattr(loader, "iterator", None), ())
+        queue = self._requested_by(loader)
         indices = queue.popleft() if queue else None
         if not self.is_training:
             return
@@ -323,6 +327,6 @@ def _digests(batch: Any, rows: int | None) -> list[str]:
     for row in range(rows or 0):
         digest = hashlib.blake2b(digest_size=6)
         for leaf in whole:
-            digest.update(leaf[row].contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(leaf[row].reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
         digests.append(digest.hexdigest())
     return digests

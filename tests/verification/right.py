@@ -1,0 +1,437 @@
+"""Training programs that train on several ranks what one process trains, `python right.py NAME`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import ProjectConfiguration
+
+PROGRAMS: dict[str, Callable[[], None]] = {}
+WIDTH, CLASSES, SAMPLES, BATCH = 8, 4, 52, 4
+
+
+def program(function: Callable[[], None]) -> Callable[[], None]:
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def samples(num: int = SAMPLES, shape: tuple[int, ...] = (WIDTH,)) -> list[tuple[Tensor, int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(shape, generator=generator), index % CLASSES) for index in range(num)]
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, CLASSES))
+
+
+def train(
+    accelerator: Accelerator,
+    model: Any,
+    optimizer: Any = None,
+    loader: Any = None,
+    scheduler: Any = None,
+    loss_of: Callable[[Any, Any], Tensor] = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+    epochs: int = 3,
+) -> Any:
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
+    if loader is None:
+        loader = DataLoader(samples(), batch_size=BATCH, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if scheduler is not None:
+        scheduler = accelerator.prepare(scheduler(optimizer.optimizer))
+    for _ in range(epochs):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                if scheduler is not None:
+                    scheduler.step()
+                optimizer.zero_grad()
+    return model
+
+
+@program
+def plain() -> None:
+    train(Accelerator(), network())
+
+
+@program
+def accumulation() -> None:
+    train(Accelerator(gradient_accumulation_steps=2), network())
+
+
+@program
+def zero_first() -> None:
+    accelerator = Accelerator()
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(samples(), batch_size=BATCH)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for rows, labels in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(rows), labels)
+        accelerator.backward(loss)
+        optimizer.step()
+
+
+@program
+def counted_tokens() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, loader = network(), DataLoader(samples(), batch_size=BATCH, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.Adam(model.parameters()), loader)
+    for rows, labels in loader:
+        kept = labels > 0
+        with accelerator.accumulate(model, num_items=int(kept.sum())):
+            losses = F.cross_entropy(model(rows), labels, reduction="none")
+            accelerator.backward((losses * kept).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@program
+def windows() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, loader = network(), DataLoader(samples(), batch_size=BATCH, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.Adam(model.parameters()), loader)
+    for window in accelerator.windows(loader, model, num_items=lambda batch: int((batch[1] > 0).sum())):
+        for rows, labels in window:
+            losses = F.cross_entropy(model(rows), labels, reduction="none")
+            accelerator.backward((losses * (labels > 0)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@program
+def schedule_by_batches() -> None:
+    loader = DataLoader(samples(64), batch_size=BATCH, shuffle=True)
+    total = 3 * len(loader)
+    train(
+        Accelerator(),
+        network(),
+        loader=loader,
+        scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: max(0.0, 1 - step / total)),
+    )
+
+
+@program
+def schedule_by_updates() -> None:
+    accelerator = Accelerator(step_scheduler_with_optimizer="per_update")
+    train(accelerator, network(), scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5))
+
+
+@program
+def schedule_by_epochs() -> None:
+    accelerator, model = Accelerator(), network()
+    loader = DataLoader(samples(16), batch_size=BATCH, shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _ in range(3):
+        for rows, labels in loader:
+            accelerator.backward(F.cross_entropy(model(rows), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(samples())
+
+
+@program
+def stream() -> None:
+    train(Accelerator(), network(), loader=DataLoader(Stream(), batch_size=BATCH))
+
+
+@program
+def undispatched_stream() -> None:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    train(accelerator, network(), loader=DataLoader(Stream(), batch_size=BATCH))
+
+
+@program
+def split_batches() -> None:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
+    train(accelerator, network(), loader=DataLoader(samples(), batch_size=2 * BATCH, shuffle=True))
+
+
+@program
+def dropped_last_batch() -> None:
+    loader = DataLoader(samples(30), batch_size=BATCH, shuffle=True, drop_last=True)
+    train(Accelerator(), network(), loader=loader)
+
+
+@program
+def batch_sampler() -> None:
+    data = samples()
+    sampler = BatchSampler(SequentialSampler(data), BATCH, drop_last=False)
+    train(Accelerator(), network(), loader=DataLoader(data, batch_sampler=sampler))  # type: ignore[arg-type]
+
+
+class Buckets:
+    """Sampler of batches that is no class of torch."""
+
+    batch_size, drop_last = BATCH, False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (list(range(start, start + BATCH)) for start in range(SAMPLES - BATCH, -1, -BATCH))
+
+    def __len__(self) -> int:
+        return SAMPLES // BATCH
+
+
+@program
+def own_batch_sampler() -> None:
+    train(Accelerator(), network(), loader=DataLoader(samples(), batch_sampler=Buckets()))  # type: ignore[arg-type]
+
+
+@program
+def workers() -> None:
+    loader = DataLoader(samples(), batch_size=BATCH, shuffle=True, num_workers=2)  # type: ignore[arg-type]
+    train(Accelerator(), network(), loader=loader)
+
+
+class Sequences(Dataset[Any]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.arange(2 + index % 5) + index % 3, index % CLASSES
+
+
+def pad(batch: list[Any]) -> tuple[Tensor, Tensor]:
+    rows = nn.utils.rnn.pad_sequence([row for row, _ in batch], batch_first=True)
+    return rows, torch.tensor([label for _, label in batch])
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, WIDTH)
+        self.lstm = nn.LSTM(WIDTH, 8, num_layers=2, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        mask = (rows > 0).unsqueeze(-1)
+        outputs, _ = self.lstm(self.embedding(rows))
+        return self.head((outputs * mask).sum(1))  # type: ignore[no-any-return]
+
+
+@program
+def padded_sequences() -> None:
+    loader = DataLoader(Sequences(), batch_size=BATCH, shuffle=True, collate_fn=pad)
+    train(Accelerator(), Recurrent(), loader=loader)
+
+
+@program
+def batch_norm() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, CLASSES)
+    )
+    loader = DataLoader(samples(shape=(3, 8, 8)), batch_size=BATCH, shuffle=True)
+    train(Accelerator(), model, torch.optim.SGD(model.parameters(), lr=0.05), loader)
+
+
+@program
+def diffusion() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH + 1, 32), nn.SiLU(), nn.Linear(32, WIDTH))
+
+    def loss_of(model: Any, batch: Any) -> Tensor:
+        rows = batch[0]
+        noise = torch.randn_like(rows)
+        times = torch.randint(0, 100, (rows.shape[0],), device=rows.device)
+        level = (times / 100).unsqueeze(1)
+        return F.mse_loss(model(torch.cat([rows * (1 - level) + noise * level, level], 1)), noise)
+
+    train(Accelerator(), model, loss_of=loss_of)
+
+
+@program
+def variational() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH))
+
+    def loss_of(model: Any, batch: Any) -> Tensor:
+        mean, scale = model(batch[0]).chunk(2, dim=1)
+        hidden = mean + torch.normal(0.0, 1.0, mean.shape) * scale.exp()
+        masked = hidden * torch.bernoulli(torch.full_like(hidden, 0.5))
+        return F.mse_loss(masked, batch[0]) + 0.1 * (mean.square() + scale.square()).mean()
+
+    train(Accelerator(), model, loss_of=loss_of)
+
+
+@program
+def adversarial() -> None:
+    accelerator = Accelerator()
+    maker, judge = nn.Linear(4, WIDTH), nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 1))
+    loader = DataLoader(samples(), batch_size=BATCH, shuffle=True)
+    maker, judge, loader = accelerator.prepare(maker, judge, loader)
+    one = accelerator.prepare(torch.optim.Adam(maker.parameters(), lr=0.01))
+    two = accelerator.prepare(torch.optim.Adam(judge.parameters(), lr=0.01))
+    for rows, _ in loader:
+        made = maker(torch.randn(rows.shape[0], 4))
+        accelerator.backward(F.softplus(-judge(rows)).mean() + F.softplus(judge(made.detach())).mean())
+        two.step()
+        two.zero_grad()
+        accelerator.backward(F.softplus(-judge(made)).mean())
+        one.step()
+        one.zero_grad()
+        two.zero_grad()
+
+
+@program
+def closure() -> None:
+    accelerator = Accelerator()
+    model, loader = network(), DataLoader(samples(), batch_size=BATCH, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+    for rows, labels in loader:
+
+        def compute(rows: Tensor = rows, labels: Tensor = labels) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(rows), labels)
+            accelerator.backward(loss)
+            return loss
+
+        optimizer.step(compute)
+
+
+@program
+def frozen() -> None:
+    model = network()
+    model[0].requires_grad_(False)
+    train(Accelerator(), model)
+
+
+@program
+def tied() -> None:
+    embedding, head = nn.Embedding(12, WIDTH), nn.Linear(WIDTH, 12, bias=False)
+    head.weight = embedding.weight
+    model = nn.Sequential(embedding, nn.Tanh(), head)
+    loader = DataLoader([torch.arange(6) + index % 6 for index in range(SAMPLES)], batch_size=BATCH)  # type: ignore[arg-type]
+    train(
+        Accelerator(),
+        model,
+        loader=loader,
+        loss_of=lambda model, rows: F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()),
+    )
+
+
+@program
+def averaged() -> None:
+    accelerator = Accelerator()
+    model, loader = network(), DataLoader(samples(), batch_size=BATCH, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.Adam(model.parameters()), loader)
+    average = accelerator.average(model)
+    for rows, labels in loader:
+        accelerator.backward(F.cross_entropy(model(rows), labels))
+        optimizer.step()
+        optimizer.zero_grad()
+    with average.applied():
+        model(torch.ones(1, WIDTH))
+
+
+@program
+def evaluated_and_saved() -> None:
+    project = ProjectConfiguration("project", automatic_checkpoint_naming=True)
+    accelerator = Accelerator(project_config=project)
+    model, loader = network(), DataLoader(samples(), batch_size=BATCH, shuffle=True)
+    evaluation = DataLoader(samples(30), batch_size=BATCH)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    model, optimizer, loader, evaluation = accelerator.prepare(model, optimizer, loader, evaluation)
+    for epoch in range(3):
+        model.train()
+        for rows, labels in loader:
+            accelerator.backward(F.cross_entropy(model(rows), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        losses = []
+        with torch.no_grad():
+            for rows, labels in evaluation:
+                loss = F.cross_entropy(model(rows), labels, reduction="none")
+                losses.append(accelerator.gather_for_metrics(loss))
+        scheduler.step(torch.cat(losses).mean())
+        accelerator.save_state()
+        accelerator.save_state(f"other-{epoch}")
+    accelerator.end_training()
+
+
+@program
+def transformer() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_dropout=0.1,
+    )
+    rows = [torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(i)) for i in range(SAMPLES)]
+    loader: Any = DataLoader(
+        [{"input_ids": row, "labels": row} for row in rows],  # type: ignore[arg-type]
+        batch_size=BATCH,
+        shuffle=True,
+    )
+    accelerator, model = Accelerator(), LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    prepared: Any = accelerator.prepare(model, optimizer, loader)
+    model, optimizer, loader = prepared
+    for batch in loader:
+        accelerator.forward_backward(model, batch)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program
+def trainer() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4
+    )
+    rows = [torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(i)) for i in range(SAMPLES)]
+    arguments = TrainingArguments(
+        output_dir="trained",
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=2,
+        max_steps=6,
+        report_to=[],
+        use_cpu=True,
+        learning_rate=0.01,
+        warmup_steps=2,
+    )
+    data: Any = [{"input_ids": row, "labels": row} for row in rows]
+    Trainer(LlamaForCausalLM(config), arguments, train_dataset=data).train()
+
+
+@program
+def adapters() -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = get_peft_model(LlamaForCausalLM(config), LoraConfig(target_modules=["q_proj", "v_proj"]))
+    rows = [torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(i)) for i in range(SAMPLES)]
+    loader: Any = DataLoader([{"input_ids": row, "labels": row} for row in rows], batch_size=BATCH)  # type: ignore[arg-type]
+    train(Accelerator(), model, loader=loader, loss_of=lambda model, batch: model(**batch).loss)
+
+
+if __name__ == "__main__":
+    PROGRAMS[sys.argv[1]]()
