@@ -61,6 +61,7 @@ class Step:
         samples: Samples of each data-parallel group, as texts of loader, pass and index.
         by_index: Whether samples are named by their index in the dataset, and not by a digest.
         positions: Number of steps that each prepared scheduler has taken.
+        contents: Shapes and digest of each sample.
     """
 
     loss: float | None
@@ -69,6 +70,7 @@ class Step:
     samples: dict[int, list[str]]
     by_index: bool
     positions: list[int]
+    contents: dict[str, str]
 
 
 @dataclass
@@ -83,6 +85,7 @@ class Run:
         rates: Learning rates of each optimizer after the last step.
         batch_norms: Names of batch normalizations that are not synchronized.
         outputs: Norms of the rows of the outputs of modules by data-parallel group.
+        gradients: Norm of the gradient of each parameter in the step that was traced.
     """
 
     folder: Path
@@ -94,6 +97,7 @@ class Run:
     rates: list[list[float]] = field(default_factory=list)
     batch_norms: list[str] = field(default_factory=list)
     outputs: dict[int, dict[str, list[list[float]]]] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
 
 
 class Finding(NamedTuple):
@@ -129,6 +133,7 @@ def read_run(folder: Path) -> Run:
                 groups.setdefault((line["optimizer"], line["step"]), []).append((head, line))
             else:
                 run.rates = line["rates"]
+                run.gradients |= line["gradients"]
                 run.outputs.setdefault(head["group"], {}).update(line["outputs"])
     run.steps = {key: _merge(lines) for key, lines in sorted(groups.items(), key=lambda item: item[0][::-1])}
     return run
@@ -146,16 +151,18 @@ def _merge(lines: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Step:
     else:
         loss = sum(value for value, _ in losses) / len(lines)
     samples: dict[int, list[str]] = {}
-    by_index = True
+    by_index, contents = True, dict[str, str]()
     for head, line in lines:
         if head["group"] in samples:
             continue
         samples[head["group"]] = []
-        for loader, number, _, has_indices, rows in line["samples"]:
+        for loader, number, _, has_indices, rows, digests in line["samples"]:
             by_index = by_index and has_indices
-            samples[head["group"]] += [f"{loader}/{number}/{row}" for row in rows]
+            names = [f"{loader}/{number}/{row}" for row in rows]
+            samples[head["group"]] += names
+            contents.update(zip(names, digests, strict=False))
     norms = [line["norm"] for _, line in lines]
-    return Step(loss, norms, lines[0][1]["rates"], samples, by_index, lines[0][1]["positions"])
+    return Step(loss, norms, lines[0][1]["rates"], samples, by_index, lines[0][1]["positions"], contents)
 
 
 def compare(run: Run, reference: Run, tolerances: Tolerances) -> list[Finding]:
@@ -168,7 +175,7 @@ def compare(run: Run, reference: Run, tolerances: Tolerances) -> list[Finding]:
     rates = [finding for finding in findings if finding.what == "learning rate"]
     first = [finding for finding in findings if finding.what != "learning rate"][:1]
     if first and first[0].what in TRACED and not first[0].cause and run.outputs:
-        first = [first[0]._replace(cause=_explain_outputs(run, reference, tolerances))]
+        first = [first[0]._replace(cause=_explain(first[0], run, reference, tolerances))]
     notes = [_note_of_batch_norms(run)] if run.batch_norms and run.num_groups > 1 else []
     return [*first, *sorted(rates, key=lambda finding: finding.is_expected)[:1], *notes]
 
@@ -179,7 +186,33 @@ def find_traced_step(findings: Sequence[Finding]) -> int:
     return first.step if first is not None and first.what in TRACED and not first.cause else 0
 
 
-def _explain_outputs(run: Run, reference: Run, tolerances: Tolerances) -> str:
+def _explain(finding: Finding, run: Run, reference: Run, tolerances: Tolerances) -> str:
+    """Returns the likely cause of a difference, from the step that was traced."""
+    for key, expected in reference.steps.items():
+        own = run.steps[key].contents if key in run.steps and key[1] == finding.step else {}
+        for name, digest in own.items():
+            other = expected.contents.get(name, digest)
+            if digest != other and digest.split()[:-1] == other.split()[:-1]:
+                return (
+                    f"Sample {name.rsplit('/', 1)[1]} has other values than in the reference. The dataset "
+                    "differs between ranks, such as one that the script has divided itself, or it draws "
+                    "random numbers in its samples or in collate_fn."
+                )
+    if finding.what == "loss":
+        return _explain_outputs(run, reference, tolerances)
+    text = _explain_outputs(run, reference, tolerances, is_loss_equal=True)
+    for name in dict.fromkeys([*reference.gradients, *run.gradients]) if "are those" in text else ():
+        own_norm, other_norm = run.gradients.get(name), reference.gradients.get(name)
+        path = name.partition(":")[2]
+        if own_norm is None or other_norm is None:
+            where = "the reference" if own_norm is None else "this launch"
+            return f"{text} Only {where} has a gradient of `{path}`, which the other does not train."
+        if abs(own_norm - other_norm) > 2 * tolerances.norm * max(own_norm, other_norm):
+            return f"{text} The gradient of `{path}` has norm {own_norm:.4g}, and {other_norm:.4g} there."
+    return text
+
+
+def _explain_outputs(run: Run, reference: Run, tolerances: Tolerances, *, is_loss_equal: bool = False) -> str:
     """Returns the first module whose outputs differ in the step that was traced."""
     expected = _joined(reference.outputs)
     own = _joined(run.outputs)
@@ -196,6 +229,11 @@ def _explain_outputs(run: Run, reference: Run, tolerances: Tolerances) -> str:
             return f"The outputs of {where}{model} are the first that differ from those of the reference."
     if not num_compared:
         return ""
+    if is_loss_equal:
+        return (
+            f"The outputs of {num_compared} modules and the loss are those of the reference, so the script "
+            "clips, scales, clears or freezes gradients differently, or the backward pass differs."
+        )
     return (
         f"The outputs of {num_compared} modules are those of the reference, so the loss or the backward pass "
         "differs. The loss may depend on which samples one rank has: negatives of the batch, or a mean over "
@@ -293,11 +331,14 @@ def _compare_samples(step: Step, expected: Step) -> tuple[str, str] | None:
     if counts == wanted:
         return None
     extra, lacking = counts - wanted, wanted - counts
+    if counts.total() != wanted.total():
+        text = f"a step has {counts.total()} samples, and {wanted.total()} in the reference"
+        return text, "The batch size or the number of micro-batches depends on the number of processes."
     repeated = [row for row in extra if row in wanted]
     for group, rows in step.samples.items():
-        again = [row for row in rows if row in repeated]
+        again = list(dict.fromkeys(row for row in rows if row in repeated))
         if again and len(step.samples) > 1:
-            text = f"rank group {group} read samples {_indices(again)} again"
+            text = f"data-parallel rank {group} read samples {_indices(again)} again"
             return f"{text}, and samples {_indices(lacking)} were not read", _SAMPLES_CAUSE
     text = f"samples {_indices(lacking)} were not read" if lacking else ""
     other = f"samples {_indices(extra)} were read in addition" if extra else ""

@@ -72,9 +72,7 @@ def _observe_accelerator(recorder: Recorder) -> None:
             if recorder.options.is_reference:
                 given = _without_layout(given)
             original(self, **given)
-            if recorder.accelerator is not None:
-                return
-            recorder.accelerator = self
+            recorder.use(self)
             if recorder.has_enlarged and _divides_batches(self):
                 raise ConfigurationError(
                     "The script creates a loader before its Accelerator, whose batches are divided among the "
@@ -90,7 +88,9 @@ def _observe_accelerator(recorder: Recorder) -> None:
                 for obj in args:
                     if isinstance(obj, nn.Module):
                         torch_private.turn_off_dropout_of(obj)
-            return original(self, *args, **kwargs)
+            prepared = original(self, *args, **kwargs)
+            recorder.use(self)
+            return prepared
 
         return prepare
 

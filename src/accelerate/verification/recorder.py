@@ -59,12 +59,18 @@ class Recorder:
         self._scaled: float | None = None
         self._observed: list[Any] = []
         self._outputs: dict[str, list[list[float]]] = {}
+        self._gradients: dict[str, float] = {}
         self._norm: float | None = None
         self._rates: list[float] = []
         self._forced_rates: dict[tuple[int, int], list[float]] = {}
         self._replaced: Any = None  # optimizer with the learning rates of the other run
         self.is_in_pipeline = self.has_enlarged = False
         torch_private.watch_indices(self._note_indices)
+
+    def use(self, accelerator: Any) -> None:
+        """Records the training with an `Accelerator`, which is the first one that has models."""
+        if self.accelerator is None or not self.accelerator._models:
+            self.accelerator = accelerator
 
     def write(self, kind: str, **values: Any) -> None:
         """Writes a line to the record of this rank."""
@@ -116,11 +122,11 @@ class Recorder:
             return
         self._begin_run()
         self.rows = ignorant_find_batch_size(batch)
-        if indices is None:
-            rows = _digests(batch, self.rows)
-        else:
+        contents = _digests(batch, self.rows)
+        rows = contents
+        if indices is not None:
             rows = list(map(str, indices if isinstance(indices, (list, tuple)) else [indices]))
-        self._unused[number] = [number, *position, indices is not None, rows]
+        self._unused[number] = [number, *position, indices is not None, rows, contents]
         self._seed(number, *position)
 
     @property
@@ -227,6 +233,8 @@ class Recorder:
         if accelerator._runtime.strategy.holds_gradients and not optimizer.steps_in_backward:
             norm = float(accelerator.clip_grad_norm_(list(optimizer.parameters()), float("inf")))
         self._norm = norm
+        if optimizer.num_updates == self.options.traced_step - 1 and norm is not None:
+            self._trace_gradients(optimizer)
         self._restore_rates()
         self._rates = _rates_of(optimizer)
         if forced := self._forced_rates.get((self._observed.index(optimizer), optimizer.num_updates + 1)):
@@ -267,7 +275,8 @@ class Recorder:
             return
         self._is_finished = True
         self._write_weights("after")
-        self.write("end", rates=[_rates_of(optimizer) for optimizer in self._observed], outputs=self._outputs)
+        rates = [_rates_of(optimizer) for optimizer in self._observed]
+        self.write("end", rates=rates, outputs=self._outputs, gradients=self._gradients)
 
     def _positions(self) -> list[int]:
         """Returns the numbers of steps that prepared schedulers have taken."""
@@ -302,6 +311,15 @@ class Recorder:
                     lambda module, _, output, key=key: self._note_output(key, output)
                 )
 
+    def _trace_gradients(self, optimizer: Any) -> None:
+        """Keeps the norm of the gradient of each parameter of an optimizer."""
+        own = set(map(id, optimizer.parameters()))
+        for number, model in enumerate(self.accelerator._models):
+            for name, parameter in self.accelerator.unwrap_model(model).named_parameters():
+                if id(parameter) in own and parameter.grad is not None:
+                    gradient = ops.to_full_tensors(parameter.grad)
+                    self._gradients[f"{number}:{name}"] = float(gradient.double().norm())
+
     @torch.no_grad()
     def _note_output(self, key: str, output: Any) -> None:
         num_updates = max((optimizer.num_updates for optimizer in self._observed), default=0)
@@ -320,13 +338,13 @@ def _rates_of(optimizer: Any) -> list[float]:
 
 
 def _digests(batch: Any, rows: int | None) -> list[str]:
-    """Returns a digest of each sample of a batch."""
+    """Returns the shapes of each sample of a batch and a digest of its values."""
     leaves = [leaf for leaf in torch_private.pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     whole = [leaf.detach().cpu() for leaf in leaves if leaf.ndim and leaf.shape[0] == rows]
     digests = []
     for row in range(rows or 0):
-        digest = hashlib.blake2b(digest_size=6)
+        digest, shapes = hashlib.blake2b(digest_size=6), [tuple(leaf.shape[1:]) for leaf in whole]
         for leaf in whole:
             digest.update(leaf[row].reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-        digests.append(digest.hexdigest())
+        digests.append(f"{shapes} {digest.hexdigest()}")
     return digests

@@ -1,0 +1,106 @@
+"""Differences between the records of two runs, and their causes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from accelerate.commands.verify import without_own
+from accelerate.verification import TOLERANCES, Finding, Run, Step, compare, tolerances_of
+
+
+def step(loss: float = 1.0, norm: float = 2.0, rate: float = 0.1, rows: str = "0123", **more: Any) -> Step:
+    half = len(rows) // 2
+    samples = {0: [f"0/0/{row}" for row in rows[:half]], 1: [f"0/0/{row}" for row in rows[half:]]}
+    values = {"norms": [norm, norm], "positions": [], "contents": {}, **more}
+    return Step(loss, rates=[rate], samples=samples, by_index=True, **values)
+
+
+def run_of(folder: Path, *steps: Step, **more: Any) -> Run:
+    return Run(folder, 2, 2, steps={(0, n): each for n, each in enumerate(steps, 1)}, rates=[[0.1]], **more)
+
+
+def find(folder: Path, changed: Step, **more: Any) -> list[Finding]:
+    """Returns the differences of a run whose second step is changed."""
+    own, reference = run_of(folder, step(), changed, **more), run_of(folder, step(), step())
+    return compare(own, reference, TOLERANCES["no"])
+
+
+def test_equal_runs_have_no_difference(tmp_path: Path) -> None:
+    assert find(tmp_path, step()) == []
+    assert find(tmp_path, step(rows="3012")) == []  # the ranks may divide the samples in any way
+
+
+@pytest.mark.parametrize(
+    ("changed", "what", "text"),
+    [
+        (step(loss=1.01), "loss", "the loss is 1.01, and 1 in the reference"),
+        (step(loss=float("nan")), "loss", "the loss is nan"),
+        (step(loss=0.5), "loss", "1/2 of that"),
+        (step(norm=4.0), "gradient norm", "2 times"),
+        (step(norms=[2.0, 2.5]), "gradient norm", "2.5 on rank 1"),
+        (step(rate=0.2), "learning rate", "0.2, and 0.1"),
+        (step(rows="0122"), "samples", "rank 1 read samples 2 again, and samples 3 were not read"),
+        (step(rows="01"), "samples", "2 samples, and 4 in the reference"),
+    ],
+)
+def test_the_first_difference_is_named(tmp_path: Path, changed: Step, what: str, text: str) -> None:
+    (finding,) = find(tmp_path, changed)
+    assert (finding.step, finding.what) == (2, what)
+    assert text in f"{finding.text} {finding.cause}"
+
+
+def test_a_rounded_schedule_is_expected(tmp_path: Path) -> None:
+    own = run_of(tmp_path, step(), step(rate=0.105, positions=[4]))
+    reference = run_of(tmp_path, step(), step(rate=0.1, positions=[2]))
+    (finding,) = compare(own, reference, TOLERANCES["no"])
+    assert finding.is_expected
+    own.steps[0, 2] = replace(own.steps[0, 2], rates=[0.2])
+    (finding,) = compare(own, reference, TOLERANCES["no"])
+    assert not finding.is_expected
+    assert "2 steps for each step" in finding.cause
+
+
+def test_batch_normalization_is_mentioned(tmp_path: Path) -> None:
+    (finding,) = find(tmp_path, step(), batch_norms=["norm"])
+    assert finding.is_expected
+    assert finding.text == "`norm` normalizes over the batch of each rank, 1/2 of the batch of a step"
+
+
+@pytest.mark.parametrize(
+    ("after", "text"),
+    [
+        ({"weight": 2.0, "frozen": 0.0}, ""),
+        ({"weight": 2.001, "frozen": 0.0}, ""),
+        ({"weight": 2.5, "frozen": 0.0}, "the update of `weight` differs by 0.25 of it"),
+        ({"weight": 2.0, "frozen": 1.0}, "`frozen` was trained, and is not in the reference"),
+        ({"weight": 2.0}, "only one of the runs has frozen"),
+    ],
+)
+def test_updates_are_compared(tmp_path: Path, after: dict[str, float], text: str) -> None:
+    def write(folder: Path, moment: str, values: dict[str, float]) -> None:
+        folder.mkdir(exist_ok=True)
+        tensors = {name: torch.full((3,), value) for name, value in values.items()}
+        save_file(tensors, folder / f"{moment}-0.safetensors")
+
+    for name, values in (("own", after), ("reference", {"weight": 2.0, "frozen": 0.0})):
+        write(tmp_path / name, "before", {"weight": 0.0, "frozen": 0.0})
+        write(tmp_path / name, "after", values)
+    own, reference = run_of(tmp_path / "own", step()), run_of(tmp_path / "reference", step())
+    assert "".join(finding.text for finding in compare(own, reference, TOLERANCES["no"])) == text
+
+
+def test_tolerances_follow_the_precision(tmp_path: Path) -> None:
+    run = run_of(tmp_path, step(), precision="bf16")
+    assert tolerances_of(run) == TOLERANCES["bf16"]
+    assert tolerances_of(run, 2.0).loss == 2 * TOLERANCES["bf16"].loss
+
+
+def test_flags_of_the_launch_are_passed_on() -> None:
+    words = ["--steps", "3", "--cpu", "--json=x", "--keep-dropout", "--num_processes", "2"]
+    assert without_own(words) == ["--cpu", "--num_processes", "2"]

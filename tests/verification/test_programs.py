@@ -1,0 +1,109 @@
+"""`accelerate verify` finds faults in scripts and layouts, and finds none in right ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+from faults import FAULTS
+from right import PROGRAMS
+
+FOLDER = Path(__file__).parent
+VERIFY = [sys.executable, "-m", "accelerate.commands", "verify", "--cpu"]
+SECONDS = 300
+AXES = "--use_parallelism_config --parallelism_config"
+WRAP = "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
+LAYOUTS = [
+    ("plain", "--num_processes 4"),
+    ("plain", "--num_processes 2 --mixed_precision bf16"),
+    ("transformer", "--num_processes 2 --mixed_precision bf16"),
+    ("transformer", f"--num_processes 2 --use_fsdp --fsdp_version 1 {WRAP}"),
+    ("transformer", f"--num_processes 2 --use_fsdp --fsdp_version 2 {WRAP}"),
+    ("transformer", f"--num_processes 2 {AXES}_tp_size 2"),
+    ("transformer", f"--num_processes 2 {AXES}_pp_size 2"),
+    ("transformer", f"--num_processes 4 {AXES}_pp_size 2 --parallelism_config_dp_replicate_size 2"),
+    ("transformer", f"--num_processes 2 {AXES}_cp_size 2 --use_fsdp --fsdp_version 2"),
+    ("trainer", f"--num_processes 2 --use_fsdp --fsdp_version 2 {WRAP}"),
+]
+LIBRARIES = {"transformer": "transformers", "trainer": "transformers", "adapters": "peft"}
+
+
+def verify(folder: Path, program: str, name: str, flags: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [*VERIFY, *flags, "--json", "result.json", str(FOLDER / f"{program}.py"), name]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
+def check_right(folder: Path, name: str, flags: list[str]) -> None:
+    pytest.importorskip(LIBRARIES.get(name, "torch"))
+    ended = verify(folder, "right", name, ["--steps", "6", *flags])
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
+    assert "trains what the reference trains" in ended.stdout
+    assert [path.name for path in folder.iterdir()] == ["result.json"]
+
+
+def check_fault(folder: Path, name: str) -> None:
+    ended = verify(folder, "faults", name, ["--steps", "5", "--num_processes", "2"])
+    assert ended.returncode == 1, ended.stdout[-2000:] + ended.stderr[-3000:]
+    fault = FAULTS[name]
+    if fault.what == "error":  # the package itself refuses it
+        assert fault.cause in ended.stderr
+        return
+    finding = json.loads((folder / "result.json").read_text())["findings"][0]
+    assert finding["what"] == fault.what
+    assert fault.cause in finding["text"] + finding["cause"]
+
+
+def test_a_right_program_has_no_difference(tmp_path: Path) -> None:
+    check_right(tmp_path, "diffusion", ["--num_processes", "2"])
+
+
+def test_a_fault_is_found(tmp_path: Path) -> None:
+    check_fault(tmp_path, "the_loss_is_divided_twice")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+def test_right_programs_have_no_difference(tmp_path: Path, name: str) -> None:
+    check_right(tmp_path, name, ["--num_processes", "2"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "flags"), LAYOUTS)
+def test_right_layouts_have_no_difference(tmp_path: Path, name: str, flags: str) -> None:
+    check_right(tmp_path, name, flags.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(FAULTS))
+def test_faults_are_found(tmp_path: Path, name: str) -> None:
+    check_fault(tmp_path, name)
+
+
+@pytest.mark.slow
+def test_two_launches_are_compared(tmp_path: Path) -> None:
+    check_right(tmp_path, "plain", ["--num_processes", "4", "--against", "--cpu --num_processes 2"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "message"),
+    [
+        (["--steps", "0"], "print(1)", "at least one step is compared"),
+        (["--num_machines", "2", "--machine_rank", "0"], "print(1)", "compared on one machine"),
+        ([], "print(1)", "took no optimizer step"),
+        (["--steps", "x"], "print(1)", "invalid int value"),
+    ],
+)
+def test_wrong_use_has_one_error(tmp_path: Path, flags: list[str], text: str, message: str) -> None:
+    (tmp_path / "train.py").write_text(text)
+    command = [*VERIFY, *flags, "train.py"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
