@@ -33,7 +33,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 .DEFAULT_GOAL := help
 # Arguments of `make gpu`.
 ARGS ?=
-.PHONY: help demo installed test test-device simulated-device test-slow test-versions gpu mutate fuzz chaos check check-systems bench scale reference pictures docs clean
+.PHONY: help demo installed test test-device simulated-device test-slow test-versions gpu mutate fuzz chaos check check-systems bench scale reference pictures docs wheel clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -99,7 +99,11 @@ pictures: $(BIN)/python ## draw docs/pictures anew
 	$(BIN)/python docs/draw_pictures.py
 
 docs: $(VENV)/.docs-installed ## build the site into site/; a warning is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+wheel: $(BIN)/python ## build a wheel and a source distribution into dist/
+	$(PIP) build
+	$(BIN)/python -m build --outdir dist
 
 clean: ## remove .venv and what the other targets wrote
 	rm -rf $(VENV) .versions .cache site dist mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis

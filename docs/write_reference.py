@@ -47,6 +47,8 @@ RANK_VARIABLES = (
 )
 """Variables of `torch.distributed` that say which process this is, and what they mean."""
 
+LOWERED = "---\nsearch: {boost: 0.3}\n---\n\n"
+"""Front matter of generated pages, which a search shows after guides."""
 WRITTEN = "<!-- Written from the declarations by `make reference`; do not edit. -->"
 
 
@@ -69,11 +71,11 @@ SCHEMA_OF_KIND: dict[type, list[dict[str, Any]]] = {
 def make_files() -> dict[Path, str]:
     """Give the content of each file that is written."""
     return {
-        FOLDER / "cli.md": commands_page(make_cli_parser([])),
-        FOLDER / "config.md": config_page(),
-        FOLDER / "environment.md": variables_page(),
+        FOLDER / "cli.md": LOWERED + commands_page(make_cli_parser([])),
+        FOLDER / "config.md": LOWERED + config_page(),
+        FOLDER / "environment.md": LOWERED + variables_page(),
         SCHEMA_FILE: schema_text(),
-        FOLDER / "files.md": files_page(),
+        FOLDER / "files.md": LOWERED + files_page(),
     }
 
 
