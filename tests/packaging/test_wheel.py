@@ -19,7 +19,13 @@ def test_a_wheel_passes_the_self_check(tmp_path: Path) -> None:
         command = [sys.executable, *words]
         environment = {**os.environ, **variables}
         ended = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
         )
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return ended.stdout

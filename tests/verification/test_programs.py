@@ -89,6 +89,21 @@ def test_two_launches_are_compared(tmp_path: Path) -> None:
     check_right(tmp_path, "plain", ["--num_processes", "4", "--against", "--cpu --num_processes 2"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_replica_groups_have_no_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    pytest.importorskip("torchft")
+    killed = tmp_path / "killed"
+    monkeypatch.setenv("KILLED_FILE", str(killed))
+    if not is_killed:
+        killed.touch()
+    ended = verify(tmp_path, "killed", "", ["--steps", "30", "--replicas", "2"])
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    assert killed.exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "text", "message"),
     [

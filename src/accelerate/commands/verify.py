@@ -75,7 +75,7 @@ def verify_command(args: argparse.Namespace) -> None:
                 f"accelerate verify: both runs are repeated to compare the outputs of modules in step {step}."
             )
             traced = replace(options, folder=str(folder / "traced"), steps=step, traced_step=step)
-            findings = verification.compare(*pair.run(traced), tolerances)
+            findings = verification.with_cause(findings, verification.compare(*pair.run(traced), tolerances))
         print(verification.format_runs(run, reference, findings, tolerances))
         if args.json is not None:
             content = verification.as_json(run, reference, findings, tolerances)

@@ -142,7 +142,10 @@ def read_run(folder: Path) -> Run:
 def _merge(lines: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Step:
     """Returns a step from the records of its ranks."""
     lines = sorted(lines, key=lambda pair: int(pair[0]["rank"]))
-    losses = [pair for _, line in lines for pair in line["losses"]]
+    replicas = lines[0][0]["replicas"]
+    members = {head["rank"] // (head["size"] // replicas) for head, _ in lines}
+    is_whole = len(members) == lines[0][1]["members"]  # a replica group may have ended before its record
+    losses = [pair for _, line in lines for pair in line["losses"]] if is_whole else []
     items = [count for _, count in losses if count >= 0]
     if not losses:
         loss = None
@@ -150,8 +153,10 @@ def _merge(lines: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Step:
         loss = sum(value for value, _ in losses) / max(sum(items), 1e-30)
     else:
         loss = sum(value for value, _ in losses) / len(lines)
+        if replicas > 1:  # losses of micro-batches are parts of the mean
+            loss *= len(members)
     samples: dict[int, list[str]] = {}
-    by_index, contents = True, dict[str, str]()
+    by_index, contents = is_whole, dict[str, str]()
     for head, line in lines:
         if head["group"] in samples:
             continue
@@ -184,6 +189,16 @@ def find_traced_step(findings: Sequence[Finding]) -> int:
     """Returns the step in which the outputs of modules may explain the first difference, or 0."""
     first = next(iter(findings), None)
     return first.step if first is not None and first.what in TRACED and not first.cause else 0
+
+
+def with_cause(findings: Sequence[Finding], traced: Sequence[Finding]) -> list[Finding]:
+    """Returns the differences of two runs, the first one with the cause that repeated runs have found."""
+    first, *others = findings
+    again = next(iter(traced), None)
+    if again is None or (again.step, again.what) != (first.step, first.what):
+        cause = "It was another one, or none, when both runs were repeated, so it is not deterministic."
+        return [first._replace(cause=cause), *others]
+    return [first._replace(cause=again.cause), *others]
 
 
 def _explain(finding: Finding, run: Run, reference: Run, tolerances: Tolerances) -> str:

@@ -21,7 +21,8 @@ from accelerate import data_loader, torch_private
 from accelerate.accelerator import Accelerator, Accumulation, ItemWeighting
 from accelerate.base import ConfigurationError, environ
 from accelerate.plugins import ActivationCheckpointing, DataLoaderConfiguration, ProjectConfiguration
-from accelerate.recovery import RecoveryLoader
+from accelerate.recovery import Recovery, RecoveryLoader
+from accelerate.state import services
 from accelerate.verification.options import SEED
 from accelerate.verification.recorder import Recorder
 
@@ -46,6 +47,7 @@ def install(recorder: Recorder) -> None:
     _observe_losses(recorder)
     for kind in (data_loader.DataLoaderShard, data_loader.DataLoaderDispatcher, RecoveryLoader):
         _observe_loader(recorder, kind)
+    _observe_replica_groups(recorder)
     if recorder.options.factor > 1:
         _enlarge_batches(recorder)
     _redirect_saves(recorder)
@@ -171,11 +173,25 @@ def _items_of(accumulation: Accumulation) -> float | None:
 def _observe_loader(recorder: Recorder, kind: Any) -> None:
     def iterate(original: Any) -> Any:
         def read(self: Any) -> Any:
-            return recorder.read(self, original(self))
+            batches = original(self)
+            # Replica groups read prepared loaders through another one.
+            is_part = kind is not RecoveryLoader and services.find(Recovery) is not None
+            return batches if is_part else recorder.read(self, batches)
 
         return read
 
     _replace(kind, "__iter__", iterate)
+
+
+def _observe_replica_groups(recorder: Recorder) -> None:
+    def begin(original: Any) -> Any:
+        def begin_micro_batch(self: Recovery, number: tuple[int, int, int], **values: Any) -> None:
+            original(self, number, **values)
+            recorder.micro_batch = number
+
+        return begin_micro_batch
+
+    _replace(Recovery, "begin_micro_batch", begin)
 
 
 def _enlarge_batches(recorder: Recorder) -> None:

@@ -18,6 +18,8 @@ from accelerate import ops, rng, torch_private
 from accelerate.base import environ
 from accelerate.data_loader import data_groups
 from accelerate.nested import ignorant_find_batch_size
+from accelerate.recovery import Recovery
+from accelerate.state import services
 from accelerate.verification.batch_norms import find_batch_norms, normalize_in_groups
 from accelerate.verification.options import BUFFER, RANK_FILE, WEIGHTS_FILE, Options
 
@@ -38,6 +40,7 @@ class Recorder:
         num_groups: Number of data-parallel groups of ranks.
         group: The data-parallel group of this rank.
         redirected: Folder in which the script saves, in place of its own.
+        micro_batch: Pass, batch and replica group of the current micro-batch, in a run with replica groups.
         is_in_pipeline: Whether the passes of a pipeline run, whose losses are parts of one.
         has_enlarged: Whether batch sizes were multiplied before there was an `Accelerator`.
     """
@@ -47,6 +50,7 @@ class Recorder:
         self.accelerator: Any = None
         self.rows: int | None = None
         self.num_groups, self.group = 1, 0
+        self._own_groups, self._own_group = 1, 0
         self.redirected = Path(tempfile.mkdtemp(prefix="saved-", dir=options.folder))
         self._file: Any = None
         self._has_begun = self._is_finished = False
@@ -64,6 +68,8 @@ class Recorder:
         self._rates: list[float] = []
         self._forced_rates: dict[tuple[int, int], list[float]] = {}
         self._replaced: Any = None  # optimizer with the learning rates of the other run
+        self.micro_batch: tuple[int, int, int] | None = None
+        self._has_stepped = False
         self.is_in_pipeline = self.has_enlarged = False
         torch_private.watch_indices(self._note_indices)
 
@@ -104,6 +110,8 @@ class Recorder:
 
     def _requested_by(self, loader: Any) -> deque[Any]:
         """Returns the indices of the batches that are not yielded yet, or none if they are not known."""
+        if self.micro_batch is not None:
+            loader = loader.shards[self.micro_batch[2]]
         iterator = getattr(loader, "iterator", None)  # None where another rank reads
         return self._indices.get(iterator, deque()) if iterator is not None else deque()
 
@@ -121,6 +129,10 @@ class Recorder:
         if not self.is_training:
             return
         self._begin_run()
+        if self.micro_batch is not None:
+            pass_number, batch_number, replica = self.micro_batch
+            position = pass_number, batch_number
+            self.group = replica * self._own_groups + self._own_group
         self.rows = ignorant_find_batch_size(batch)
         contents = _digests(batch, self.rows)
         rows = contents
@@ -150,11 +162,16 @@ class Recorder:
         accelerator = self.accelerator
         strategy = accelerator._runtime.strategy
         size, rank = accelerator.num_processes, accelerator.process_index
-        self.num_groups, self.group = data_groups(strategy.loader_mesh, size, rank)
+        self._own_groups, self._own_group = data_groups(strategy.loader_mesh, size, rank)
+        recovery = services.find(Recovery)
+        replicas, replica = (1, 0) if recovery is None else (recovery.num_replicas, recovery.replica)
+        self.num_groups = replicas * self._own_groups
+        self.group = replica * self._own_groups + self._own_group
         self.write(
             "run",
-            rank=rank,
-            size=size,
+            rank=replica * size + rank,
+            size=replicas * size,
+            replicas=replicas,
             group=self.group,
             num_groups=self.num_groups,
             precision=str(accelerator.mixed_precision),
@@ -211,6 +228,8 @@ class Recorder:
     def begin_backward(self) -> None:
         """Begins a backward pass, or the forward and backward passes of a pipeline."""
         self.observe_optimizers()
+        if self._has_stepped:  # the step was skipped, or is repeated by replica groups
+            self._losses, self._samples, self._has_stepped = [], [], False
         self.use_batches()
         self._scaled = None
 
@@ -228,6 +247,7 @@ class Recorder:
     def before_step(self, optimizer: Any) -> None:
         """Measures the gradients of a step."""
         self.use_batches()
+        self._has_stepped = True
         accelerator = self.accelerator
         norm = None
         if accelerator._runtime.strategy.holds_gradients and not optimizer.steps_in_backward:
@@ -260,9 +280,10 @@ class Recorder:
             norm=self._norm,
             rates=self._rates,
             positions=self._positions(),
+            members=self._num_members(),
             samples=self._samples,
         )
-        self._losses, self._samples = [], []
+        self._losses, self._samples, self._has_stepped = [], [], False
 
     @property
     def has_enough_steps(self) -> bool:
@@ -277,6 +298,11 @@ class Recorder:
         self._write_weights("after")
         rates = [_rates_of(optimizer) for optimizer in self._observed]
         self.write("end", rates=rates, outputs=self._outputs, gradients=self._gradients)
+
+    def _num_members(self) -> int:
+        """Returns the number of replica groups that take the step."""
+        recovery = services.find(Recovery)
+        return 1 if recovery is None or recovery.members is None else recovery.members.size
 
     def _positions(self) -> list[int]:
         """Returns the numbers of steps that prepared schedulers have taken."""
@@ -297,8 +323,9 @@ class Recorder:
                 if not buffer.is_meta and name not in weights:
                     whole = ops.to_full_tensors(buffer.detach())
                     weights[f"{BUFFER}{name}"] = whole.to("cpu", copy=True).contiguous()
-            if self.accelerator.is_main_process:
-                save_file(weights, Path(self.options.folder) / WEIGHTS_FILE.format(moment, number))
+            path = Path(self.options.folder) / WEIGHTS_FILE.format(moment, number)
+            if self.accelerator.is_main_process and not (moment == "before" and path.exists()):
+                save_file(weights, path)
 
     # Outputs of modules
 
