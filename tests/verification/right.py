@@ -71,6 +71,11 @@ def accumulation() -> None:
 
 
 @program
+def evaluation_mode() -> None:
+    train(Accelerator(), network().eval())
+
+
+@program
 def zero_first() -> None:
     accelerator = Accelerator()
     model = network()
@@ -417,6 +422,47 @@ def trainer() -> None:
     )
     data: Any = [{"input_ids": row, "labels": row} for row in rows]
     Trainer(LlamaForCausalLM(config), arguments, train_dataset=data).train()
+
+
+@program
+def fine_tuning() -> None:
+    from datasets import Dataset as Table
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = ["<pad>", "<eos>", *"abcdefghijkl"]
+    inner = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4
+    )
+    texts = [" ".join("abcdefghijkl"[index % 5 : 6 + index % 7]) for index in range(SAMPLES)]
+    arguments = SFTConfig(
+        output_dir="trained",
+        per_device_train_batch_size=BATCH,
+        max_steps=6,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        learning_rate=0.01,
+        gradient_checkpointing=False,
+    )
+    table = Table.from_dict({"text": texts})
+    SFTTrainer(
+        LlamaForCausalLM(config), args=arguments, train_dataset=table, processing_class=tokenizer
+    ).train()
+
+
+@program
+def recomputed() -> None:
+    from accelerate.utils import ActivationCheckpointing
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+    loader = DataLoader(samples(), batch_size=BATCH, shuffle=True)
+    handler = ActivationCheckpointing(every=1, blocks=["Sequential"])
+    train(Accelerator(kwargs_handlers=[handler]), model, loader=loader)
 
 
 @program

@@ -53,7 +53,7 @@ class Recorder:
         self._own_groups, self._own_group = 1, 0
         self.redirected = Path(tempfile.mkdtemp(prefix="saved-", dir=options.folder))
         self._file: Any = None
-        self._has_begun = self._is_finished = False
+        self._has_begun = self._is_finished = self._has_trained = False
         self._loaders: list[Any] = []
         self._passes: dict[int, int] = {}
         self._indices: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
@@ -126,7 +126,8 @@ class Recorder:
             raise Finished(0)
         queue = self._requested_by(loader)
         indices = queue.popleft() if queue else None
-        if not self.is_training:
+        self._has_trained = self._has_trained or self._is_in_training_mode()
+        if not self.is_training or not self.accelerator._models:
             return
         self._begin_run()
         if self.micro_batch is not None:
@@ -143,9 +144,12 @@ class Recorder:
 
     @property
     def is_training(self) -> bool:
-        """True if a prepared model is in training mode and gradients are computed."""
+        """True if gradients are computed, and a model is in training mode, or none has been in it."""
+        return torch.is_grad_enabled() and (self._is_in_training_mode() or not self._has_trained)
+
+    def _is_in_training_mode(self) -> bool:
         models = [] if self.accelerator is None else self.accelerator._models
-        return torch.is_grad_enabled() and any(model.training for model in models)
+        return any(model.training for model in models)
 
     def _seed(self, *numbers: int) -> None:
         """Sets the random numbers of a batch, which are the same on all ranks and in both runs."""
@@ -246,6 +250,7 @@ class Recorder:
 
     def before_step(self, optimizer: Any) -> None:
         """Measures the gradients of a step."""
+        self._begin_run()
         self.use_batches()
         self._has_stepped = True
         accelerator = self.accelerator
