@@ -177,7 +177,7 @@ HANGS = {
     ),
     "skips a backward": Fault(
         skip_backward,
-        r"rank 0 waits in backward .*, <BACKWARD-0>, .*; rank 1 is .*<BACKWARD-1>" + RECORDED.format(6),
+        r"rank 0 waits in backward, <BACKWARD-0>, .*; rank 1 is .*<BACKWARD-1>" + RECORDED.format(6),
     ),
     "skips a barrier": Fault(
         skip_barrier,

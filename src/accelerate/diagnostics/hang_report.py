@@ -192,9 +192,11 @@ def _describe(group: Sequence[RankState], folder: str) -> str:
     if state.activity == Activity.OTHER_CODE:
         where = f"at {line}" if state.operation.startswith("<") else f"in {state.operation}, {line}"
         return f"{'are' if plural else 'is'} {where} (not in a collective)"
+    # A backward pass of `Accelerator.backward` waits in torch's collectives, too.
+    outside = "" if state.operation == "backward" else " (not through accelerate)"
     reason = {
         Activity.COLLECTIVE: f"in {state.operation} #{state.sequence}",
-        Activity.TORCH: f"in {state.operation}",
+        Activity.TORCH: f"in {state.operation}{outside}",
         Activity.STARTING: f"in {state.operation}",
         Activity.DATA: f"for {state.operation or 'a batch'}",
     }[state.activity]

@@ -241,9 +241,13 @@ def _divides_batches(accelerator: Accelerator) -> bool:
 
 
 def _fills(recorder: Recorder) -> bool:
-    """Returns whether several ranks would fill the last batch of a pass with samples from its beginning."""
+    """Returns whether several ranks would fill the last batch of a pass with samples from its beginning.
+
+    Several ranks of this run do so themselves.
+    """
     accelerator = recorder.accelerator
-    return recorder.is_training and (accelerator is None or accelerator.even_batches)
+    is_alone = accelerator is None or (accelerator.even_batches and accelerator.num_processes == 1)
+    return recorder.is_training and is_alone
 
 
 class _FilledBatches(BatchSampler):
