@@ -30,7 +30,12 @@ LAYOUTS = [
     ("transformer", f"--num_processes 2 {AXES}_cp_size 2 --use_fsdp --fsdp_version 2"),
     ("trainer", f"--num_processes 2 --use_fsdp --fsdp_version 2 {WRAP}"),
 ]
-LIBRARIES = {"transformer": "transformers", "trainer": "transformers", "adapters": "peft", "fine_tuning": "trl"}
+LIBRARIES = {
+    "transformer": "transformers",
+    "trainer": "transformers",
+    "adapters": "peft",
+    "fine_tuning": "trl",
+}
 
 
 def verify(folder: Path, program: str, name: str, flags: list[str]) -> subprocess.CompletedProcess[str]:
