@@ -116,6 +116,8 @@ def test_replica_groups_have_no_difference(
         (["--num_machines", "2", "--machine_rank", "0"], "print(1)", "compared on one machine"),
         ([], "print(1)", "took no optimizer step"),
         (["--steps", "x"], "print(1)", "invalid int value"),
+        (["--no_python"], "print(1)", "only Python scripts and modules are recorded"),
+        (["--json", "absent/result.json"], "print(1)", "cannot be written: No such file or directory"),
     ],
 )
 def test_wrong_use_has_one_error(tmp_path: Path, flags: list[str], text: str, message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -35,7 +36,6 @@ OFFLINE = {
     "COMET_MODE": "DISABLED",
     "CLEARML_OFFLINE_MODE": "1",
     "NEPTUNE_MODE": "debug",
-    "MLFLOW_TRACKING_URI": "",
     "SWANLAB_MODE": "disabled",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
@@ -58,6 +58,9 @@ def verify_command(args: argparse.Namespace) -> None:
     """
     if args.steps < 1:
         raise wrong_value("--steps", args.steps, "at least one step is compared", "Pass a larger number")
+    if args.no_python:
+        raise wrong_value("--no_python", True, "only Python scripts and modules are recorded", "Leave it out")
+    _check_writable(args.json)
     target = [args.training_script, *args.training_script_args]
     flags = without_own(args.words[: len(args.words) - len(target)])
     settings = choose_cpu_or_devices(read_settings(args))
@@ -82,6 +85,16 @@ def verify_command(args: argparse.Namespace) -> None:
             Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         if any(not finding.is_expected for finding in findings):
             sys.exit(1)
+
+
+def _check_writable(path: str | None) -> None:
+    """Raises an error before the runs if the file of the result cannot be written."""
+    if path is None:
+        return
+    try:
+        Path(path).touch()
+    except OSError as error:
+        raise ConfigurationError(f"--json {path} cannot be written: {error.strerror}.") from error
 
 
 def without_own(words: Sequence[str]) -> list[str]:
@@ -142,7 +155,13 @@ def _run(title: str, flags: Sequence[str], target: Sequence[str], options: Optio
     flags = [word for word in flags if word not in ("-m", "--module")]
     words = [*LAUNCH_COMMAND, *flags, str(ENTRY), *(["-m"] if is_module else []), *target]
     print(f"accelerate verify: {title}: accelerate launch {shlex.join([*flags, *target])}", flush=True)
-    variables = {**_environment(options.is_reference), **OFFLINE, **options.as_variables()}
+    variables = {
+        **_environment(options.is_reference),
+        **OFFLINE,
+        "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri(),
+        environ.PARENT: str(os.getpid()),
+        **options.as_variables(),
+    }
     code = subprocess.run(words, env=variables, check=False).returncode
     if code:
         raise LaunchError(f"The run of {title} ended with exit code {code}. Its output is above.")
