@@ -76,6 +76,21 @@ def evaluation_mode() -> None:
 
 
 @program
+def discarded_gradients() -> None:
+    accelerator = Accelerator()
+    model, loader = network(), DataLoader(samples(), batch_size=BATCH)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+    for rows, labels in loader:
+        accelerator.backward(F.cross_entropy(model(rows), labels, reduction="sum"))
+        optimizer.zero_grad()
+    for number, (rows, labels) in enumerate(loader):
+        accelerator.backward(F.cross_entropy(model(rows), labels) / 2)
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@program
 def zero_first() -> None:
     accelerator = Accelerator()
     model = network()

@@ -232,10 +232,22 @@ class Recorder:
     def begin_backward(self) -> None:
         """Begins a backward pass, or the forward and backward passes of a pipeline."""
         self.observe_optimizers()
-        if self._has_stepped:  # the step was skipped, or is repeated by replica groups
+        # The step was skipped or is repeated by replica groups, or the script has cleared the gradients.
+        if self._has_stepped or (self._losses and self._were_cleared()):
             self._losses, self._samples, self._has_stepped = [], [], False
         self.use_batches()
         self._scaled = None
+
+    def _were_cleared(self) -> bool:
+        """Returns whether no gradient of earlier backward passes is left."""
+        accelerator, optimizers = self.accelerator, self._observed
+        is_unknown = not accelerator._runtime.strategy.holds_gradients or any(
+            optimizer.steps_in_backward or optimizer.held is not None for optimizer in optimizers
+        )
+        if is_unknown or any(torch_private.unreduced_gradients(model) for model in accelerator._models):
+            return False
+        gradients = (p.grad for optimizer in optimizers for p in optimizer.parameters())
+        return not any(g is not None and bool(ops.local_tensor(g).any()) for g in gradients)
 
     def end_backward(self, loss: float, items: float | None, factor: float) -> None:
         """Records the loss of a backward pass.
