@@ -64,6 +64,9 @@ class Recorder:
         self._observed: list[Any] = []
         self._outputs: dict[str, list[list[float]]] = {}
         self._gradients: dict[str, float] = {}
+        self._sizes: dict[
+            str, float
+        ] = {}  # largest root mean square of each gradient, relative to the others
         self._norm: float | None = None
         self._rates: list[float] = []
         self._forced_rates: dict[tuple[int, int], list[float]] = {}
@@ -265,6 +268,7 @@ class Recorder:
         self._begin_run()
         self.use_batches()
         self._has_stepped = True
+        self._note_sizes(optimizer)
         accelerator = self.accelerator
         norm = None
         if accelerator._runtime.strategy.holds_gradients and not optimizer.steps_in_backward:
@@ -278,6 +282,19 @@ class Recorder:
             self._replaced = optimizer
             for group, rate in zip(optimizer.param_groups, forced, strict=False):
                 group["lr"] = rate
+
+    def _note_sizes(self, optimizer: Any) -> None:
+        """Keeps how large the gradient of each parameter is, relative to the largest one of the step."""
+        own, sizes = set(map(id, optimizer.parameters())), dict[str, float]()
+        for number, model in enumerate(self.accelerator._models):
+            for name, parameter in self.accelerator.unwrap_model(model).named_parameters():
+                if id(parameter) in own and parameter.grad is not None and not parameter.grad.is_sparse:
+                    gradient = ops.local_tensor(parameter.grad)
+                    if gradient.numel():
+                        sizes[f"{number}:{name}"] = float(gradient.double().square().mean().sqrt())
+        largest = max(sizes.values(), default=0.0)
+        for name, size in sizes.items() if largest else ():
+            self._sizes[name] = max(self._sizes.get(name, 0.0), size / largest)
 
     def _restore_rates(self) -> None:
         """Restores the learning rates that the step before has replaced, from which schedulers go on."""
@@ -314,7 +331,7 @@ class Recorder:
         self._is_finished = True
         self._write_weights("after")
         rates = [_rates_of(optimizer) for optimizer in self._observed]
-        self.write("end", rates=rates, outputs=self._outputs, gradients=self._gradients)
+        self.write("end", rates=rates, outputs=self._outputs, gradients=self._gradients, sizes=self._sizes)
 
     def _num_members(self) -> int:
         """Returns the number of replica groups that take the step."""
