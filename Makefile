@@ -101,9 +101,8 @@ pictures: $(BIN)/python ## draw docs/pictures anew
 docs: $(VENV)/.docs-installed ## build the site into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-wheel: $(BIN)/python ## build a wheel and a source distribution into dist/
-	$(PIP) build
-	$(BIN)/python -m build --outdir dist
+wheel: $(VENV)/.wheel-installed ## build a source distribution and a wheel into dist/
+	$(BIN)/python -m build --no-isolation --outdir dist
 
 clean: ## remove .venv and what the other targets wrote
 	rm -rf $(VENV) .versions .cache site dist mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from accelerate.verification.comparison import Finding, Run, Tolerances
+from accelerate.verification.records import Finding, Run, Tolerances
 
 WIDTH = 110  # columns
 MAX_FINDINGS = 6

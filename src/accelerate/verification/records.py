@@ -1,0 +1,164 @@
+"""Records of a run over all its ranks, and differences between two of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Tolerances(NamedTuple):
+    """Largest accepted relative differences.
+
+    Attributes:
+        loss: Of a loss, relative to the largest loss of the compared steps.
+        norm: Of a gradient norm.
+        update: Of the change of a parameter or a buffer over all steps, relative to this change.
+        rounding: Size of a gradient, relative to the largest one of the model, below which it is rounding,
+            such as that of the bias of keys in attention. Adam then moves it in any direction.
+    """
+
+    loss: float
+    norm: float
+    update: float
+    rounding: float
+
+
+TOLERANCES = {
+    "no": Tolerances(1e-4, 1e-3, 0.02, 1e-5),
+    "fp16": Tolerances(1e-2, 3e-2, 0.3, 5e-3),
+    "bf16": Tolerances(2e-2, 5e-2, 0.4, 2e-2),
+    "fp8": Tolerances(5e-2, 0.15, 0.6, 5e-2),
+}
+"""Mixed precision, or dtype of the weights -> tolerances."""
+
+
+def tolerances_of(run: Run, factor: float | None = None) -> Tolerances:
+    """Returns the tolerances of a run, times a factor."""
+    tolerances = TOLERANCES.get(run.precision, TOLERANCES["no"])
+    return tolerances if factor is None else Tolerances(*(factor * value for value in tolerances))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of an optimizer, over all ranks.
+
+    Attributes:
+        loss: Mean loss of the samples, or None if no loss was recorded.
+        norms: Gradient norm on each rank.
+        rates: Learning rate of each parameter group.
+        samples: Samples of each data-parallel group, as texts of loader, pass and index.
+        by_index: Whether samples are named by their index in the dataset, and not by a digest.
+        positions: Number of steps that each prepared scheduler has taken.
+        contents: Shapes and digest of each sample.
+    """
+
+    loss: float | None
+    norms: list[float | None]
+    rates: list[float]
+    samples: dict[int, list[str]]
+    by_index: bool
+    positions: list[int]
+    contents: dict[str, str]
+
+
+@dataclass
+class Run:
+    """Records of one run over all ranks.
+
+    Attributes:
+        size: Number of ranks.
+        num_groups: Number of data-parallel groups.
+        precision: Mixed precision.
+        steps: Steps by optimizer and number.
+        rates: Learning rates of each optimizer after the last step.
+        batch_norms: Names of batch normalizations that are not synchronized.
+        outputs: Norms of the rows of the outputs of modules by data-parallel group.
+        gradients: Norm of the gradient of each parameter in the step that was traced.
+        sizes: Largest size of the gradient of each parameter, relative to the largest one of a step.
+    """
+
+    folder: Path
+    size: int = 0
+    num_groups: int = 0
+    precision: str = "no"
+    label: str = ""
+    steps: dict[tuple[int, int], Step] = field(default_factory=dict)
+    rates: list[list[float]] = field(default_factory=list)
+    batch_norms: list[str] = field(default_factory=list)
+    outputs: dict[int, dict[str, list[list[float]]]] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
+    sizes: dict[str, float] = field(default_factory=dict)
+
+
+class Finding(NamedTuple):
+    """A difference between the runs.
+
+    Attributes:
+        step: Step of the first difference, or 0 for the weights.
+        what: "samples", "loss", "gradient norm", "learning rate", "weights" or "buffers".
+        text: The difference in one sentence.
+        cause: Likely cause with a fix, or "".
+        is_expected: Whether the script asks for the difference, so that it is no fault.
+    """
+
+    step: int
+    what: str
+    text: str
+    cause: str = ""
+    is_expected: bool = False
+
+
+def read_run(folder: Path) -> Run:
+    """Reads the records of all ranks of a run."""
+    run, groups = Run(folder), dict[tuple[int, int], list[tuple[dict[str, Any], dict[str, Any]]]]()
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if not lines:
+            continue
+        head = lines[0]
+        run.size, run.num_groups = head["size"], head["num_groups"]
+        run.precision, run.label, run.batch_norms = head["precision"], head["label"], head["batch_norms"]
+        for line in lines[1:]:
+            if line["kind"] == "step":
+                groups.setdefault((line["optimizer"], line["step"]), []).append((head, line))
+            else:
+                run.rates = line["rates"]
+                run.gradients |= line["gradients"]
+                run.sizes = run.sizes or line["sizes"]
+                run.outputs.setdefault(head["group"], {}).update(line["outputs"])
+    run.steps = {key: _merge(lines) for key, lines in sorted(groups.items(), key=lambda item: item[0][::-1])}
+    return run
+
+
+def _merge(lines: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Step:
+    """Returns a step from the records of its ranks."""
+    lines = sorted(lines, key=lambda pair: int(pair[0]["rank"]))
+    replicas = lines[0][0]["replicas"]
+    members = {head["rank"] // (head["size"] // replicas) for head, _ in lines}
+    is_whole = len(members) == lines[0][1]["members"]  # a replica group may have ended before its record
+    losses = [pair for _, line in lines for pair in line["losses"]] if is_whole else []
+    items = [count for _, count in losses if count >= 0]
+    if not losses:
+        loss = None
+    elif items:
+        loss = sum(value for value, _ in losses) / max(sum(items), 1e-30)
+    else:
+        loss = sum(value for value, _ in losses) / len(lines)
+        if replicas > 1:  # losses of micro-batches are parts of the mean
+            loss *= len(members)
+    samples: dict[int, list[str]] = {}
+    by_index, contents = is_whole, dict[str, str]()
+    for head, line in lines:
+        if head["group"] in samples:
+            continue
+        samples[head["group"]] = []
+        for loader, number, _, has_indices, rows, digests in line["samples"]:
+            by_index = by_index and has_indices
+            names = [f"{loader}/{number}/{row}" for row in rows]
+            samples[head["group"]] += names
+            contents.update(zip(names, digests, strict=False))
+    norms = [line["norm"] for _, line in lines]
+    return Step(loss, norms, lines[0][1]["rates"], samples, by_index, lines[0][1]["positions"], contents)
