@@ -1,4 +1,4 @@
-"""The page of the `Accelerator` shows every public member, `prepare` first."""
+"""Pages show the public members of the `Accelerator`, names that exist, and the dimensions of the mesh in order."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import re
 from pathlib import Path
 from pkgutil import resolve_name
 
+import pytest
 import yaml
 
 from accelerate import Accelerator
+from accelerate.parallelism_config import AXES
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "api" / "accelerator.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "reference" / "api" / "accelerator.md"
 OTHER_NAMES = {"set_breakpoint", "check_breakpoint"}  # of set_trigger and check_trigger
 
 
@@ -28,3 +31,9 @@ def test_each_documented_name_exists() -> None:
     assert len(names) > 20
     for name in names:
         resolve_name(name)
+
+
+@pytest.mark.parametrize("page", ["layouts", "sharding"])
+def test_a_page_lists_the_mesh_dimensions_in_order(page: str) -> None:
+    text = (DOCS / "guides" / f"{page}.md").read_text()
+    assert ", ".join(f"`{axis}`" for axis in AXES) in text
