@@ -1,4 +1,4 @@
-"""Write the reference pages, the JSON Schema of the configuration file and the list of files from the source.
+"""Write the reference pages, the JSON Schema of the configuration file, and the lists of files and pages.
 
 `make reference` runs it; a test fails when the files are not what it would write.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from accelerate.base import SageMakerDistributedType
 from accelerate.commands.accelerate_cli import make_cli_parser
@@ -19,7 +21,8 @@ from accelerate.settings.migrations import RETIRED, TOP_LEVEL_DYNAMO
 from accelerate.settings.option import WANTED
 from accelerate.settings.sections import PARADIGM_OF_TYPE
 
-FOLDER = Path(__file__).parent / "reference"
+DOCS = Path(__file__).parent
+FOLDER = DOCS / "reference"
 SOURCE = Path(__file__).parents[1] / "src" / "accelerate"
 
 POD_VARIABLES = (
@@ -47,8 +50,20 @@ RANK_VARIABLES = (
 )
 """Variables of `torch.distributed` that say which process this is, and what they mean."""
 
-LOWERED = "---\nsearch: {boost: 0.3}\n---\n\n"
+HEAD = "---\ndescription: {}\nsearch: {{boost: 0.3}}\n---\n\n"
 """Front matter of generated pages, which a search shows after guides."""
+DESCRIPTIONS = {
+    "cli": "Every command of accelerate with its flags.",
+    "config": "Every key of the configuration file.",
+    "environment": "Every environment variable between launcher and script.",
+    "files": "Every source file with its purpose.",
+}
+INTRO = (
+    "It is an independent implementation of the interface that Hugging Face's documentation calls Accelerate: "
+    "the same imports, signatures, flags and files, with other code. Addresses of pages are relative to this "
+    "file. In a checkout, the page `guides/launching/` is the file `docs/guides/launching.md`."
+)
+"""Begin of the list of pages."""
 WRITTEN = "<!-- Written from the declarations by `make reference`; do not edit. -->"
 
 
@@ -70,13 +85,47 @@ SCHEMA_OF_KIND: dict[type, list[dict[str, Any]]] = {
 
 def make_files() -> dict[Path, str]:
     """Give the content of each file that is written."""
-    return {
-        FOLDER / "cli.md": LOWERED + commands_page(make_cli_parser([])),
-        FOLDER / "config.md": LOWERED + config_page(),
-        FOLDER / "environment.md": LOWERED + variables_page(),
-        SCHEMA_FILE: schema_text(),
-        FOLDER / "files.md": LOWERED + files_page(),
+    bodies = {
+        "cli": commands_page(make_cli_parser([])),
+        "config": config_page(),
+        "environment": variables_page(),
+        "files": files_page(),
     }
+    pages = {FOLDER / f"{name}.md": HEAD.format(DESCRIPTIONS[name]) + text for name, text in bodies.items()}
+    return {**pages, SCHEMA_FILE: schema_text(), DOCS / "llms.txt": pages_list(pages)}
+
+
+def pages_list(written: dict[Path, str]) -> str:
+    """List the pages of the site in the order of the navigation, for programs that read documentation.
+
+    Args:
+        written: pages that are not on disk yet.
+    """
+    site = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"))
+    lines = ["# accelerate"]
+    for heading, title, name in _entries(site["nav"]):
+        path = DOCS / name
+        text = written.get(path) or path.read_text(encoding="utf-8")
+        description = yaml.safe_load(text.split("---\n")[1])["description"]
+        if name == "index.md":
+            lines += ["", f"> {description}", "", INTRO]
+            continue
+        if f"## {heading}" not in lines:
+            lines += ["", f"## {heading}", ""]
+        address = name.removesuffix(".md").removesuffix("/index")
+        lines.append(f"- [{title}]({address}/): {description}")
+    return "\n".join(lines) + "\n"
+
+
+def _entries(navigation: Any, heading: str = "Start", title: str = "") -> Iterator[tuple[str, str, str]]:
+    """Iterate over the first heading above each page, its title and its path."""
+    if isinstance(navigation, str):
+        yield heading, title or heading, navigation
+        return
+    for entry in navigation:
+        (name, below), *_ = entry.items() if isinstance(entry, dict) else [("", entry)]
+        nested = isinstance(below, list)
+        yield from _entries(below, name if nested and heading == "Start" else heading, "" if nested else name)
 
 
 def files_page() -> str:
