@@ -59,9 +59,9 @@ DESCRIPTIONS = {
     "files": "Every source file with its purpose.",
 }
 INTRO = (
-    "It is an independent implementation of the interface that Hugging Face's documentation calls Accelerate: "
-    "the same imports, signatures, flags and files, with other code. Addresses of pages are relative to this "
-    "file. In a checkout, the page `guides/launching/` is the file `docs/guides/launching.md`."
+    "It is an independent implementation of the interface that Hugging Face's documentation calls "
+    "Accelerate: the same imports, signatures, flags and files, with other code. Addresses of pages are "
+    "relative to this file. In a checkout, `guides/launching/` is the file `docs/guides/launching.md`."
 )
 """Begin of the list of pages."""
 WRITTEN = "<!-- Written from the declarations by `make reference`; do not edit. -->"
