@@ -39,7 +39,7 @@ ARGS ?=
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo: $(VENV)/.examples-installed ## train a small net on real images in two CPU processes (about a minute)
+demo: $(VENV)/.examples-installed ## train a small net on real images in two CPU processes (downloads torch first, which takes minutes)
 	$(BIN)/accelerate launch --cpu --num_processes 2 examples/digits.py
 
 test: $(VENV)/.test-installed $(CHECKPOINT) ## run the test suite, but for the slow part
