@@ -7,7 +7,7 @@ ranks, of which each rank takes its rows. So the noise of a diffusion model is t
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-FACTORIES = ("rand", "randn")
 ALIKE = {"rand_like": "rand", "randn_like": "randn", "randint_like": "randint"}
 IN_PLACE = ("normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_")
 
@@ -51,95 +50,104 @@ def turn_off_dropout_of(model: nn.Module) -> None:
 
 def draw_for_whole_batches(batch: Batch) -> None:
     """Replaces functions of torch that draw random tensors."""
-    originals = {
-        name: getattr(torch, name) for name in (*FACTORIES, "randint", "normal", "bernoulli", *ALIKE)
+    makers: dict[str, Callable[[Batch, Any], Any]] = {
+        **dict.fromkeys(("rand", "randn"), _factory),
+        **{name: partial(_alike, factory=getattr(torch, drawn)) for name, drawn in ALIKE.items()},
+        "randint": _randint,
+        "normal": partial(_normal, factory=torch.randn),
+        "bernoulli": partial(_bernoulli, factory=torch.rand),
     }
+    # The functions that others draw with are read above, before they are replaced.
+    for name, make in makers.items():
+        original = getattr(torch, name)
+        setattr(torch, name, wraps(original)(make(batch, original)))
+    for name in IN_PLACE:
+        original = getattr(Tensor, name)
+        setattr(Tensor, name, wraps(original)(_in_place(batch, original)))
 
-    def is_row(size: Any, options: dict[str, Any]) -> bool:
-        is_drawn = options.get("generator") is None and options.get("out") is None
-        return is_drawn and batch.rows is not None and len(size) > 0 and size[0] == batch.rows
 
-    def draw(size: Any, make: Callable[[tuple[int, ...]], Tensor], requires_grad: bool = False) -> Tensor:
-        assert batch.rows is not None
-        whole = make((batch.rows * batch.num_groups, *size[1:]))
-        own = whole.narrow(0, batch.group * batch.rows, batch.rows).clone()
-        return own.requires_grad_() if requires_grad else own
+def _has_rows(batch: Batch, size: Any, options: dict[str, Any]) -> bool:
+    """Returns whether a tensor of this size has one row for each sample, from the default generator."""
+    is_drawn = options.get("generator") is None and options.get("out") is None
+    return is_drawn and batch.rows is not None and len(size) > 0 and size[0] == batch.rows
 
-    def replace_factory(name: str) -> None:
-        original = originals[name]
 
-        @wraps(original)
-        def factory(*args: Any, **kwargs: Any) -> Tensor:
-            size = kwargs.get("size", args[0] if args and isinstance(args[0], (tuple, list)) else args)
-            if not is_row(size, kwargs):
-                return original(*args, **kwargs)  # type: ignore[no-any-return]
-            kwargs.pop("size", None)
-            requires_grad = kwargs.pop("requires_grad", False)
-            return draw(size, lambda whole: original(whole, **kwargs), requires_grad)
+def _draw(
+    batch: Batch, size: Any, make: Callable[[tuple[int, ...]], Tensor], requires_grad: bool = False
+) -> Tensor:
+    """Draws a tensor for the batch of all ranks, and returns the rows of this rank."""
+    assert batch.rows is not None
+    whole = make((batch.rows * batch.num_groups, *size[1:]))
+    own = whole.narrow(0, batch.group * batch.rows, batch.rows).clone()
+    return own.requires_grad_() if requires_grad else own
 
-        setattr(torch, name, factory)
 
-    @wraps(originals["randint"])
-    def randint(*args: Any, **kwargs: Any) -> Tensor:
+def _factory(batch: Batch, original: Any) -> Any:
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        size = kwargs.get("size", args[0] if args and isinstance(args[0], (tuple, list)) else args)
+        if not _has_rows(batch, size, kwargs):
+            return original(*args, **kwargs)
+        options = {name: value for name, value in kwargs.items() if name not in ("size", "requires_grad")}
+        return _draw(batch, size, partial(original, **options), kwargs.get("requires_grad", False))
+
+    return factory
+
+
+def _randint(batch: Batch, original: Any) -> Any:
+    def randint(*args: Any, **kwargs: Any) -> Any:
         size = kwargs.get("size", args[-1] if args else ())
-        if not (isinstance(size, (tuple, list, torch.Size)) and is_row(size, kwargs)):
-            return originals["randint"](*args, **kwargs)  # type: ignore[no-any-return]
+        if not (isinstance(size, (tuple, list)) and _has_rows(batch, size, kwargs)):
+            return original(*args, **kwargs)
         bounds = args if "size" in kwargs else args[:-1]
-        rest = {name: value for name, value in kwargs.items() if name != "size"}
-        return draw(size, lambda whole: originals["randint"](*bounds, size=whole, **rest))
+        options = {name: value for name, value in kwargs.items() if name != "size"}
+        return _draw(batch, size, lambda whole: original(*bounds, size=whole, **options))
 
-    def replace_alike(name: str) -> None:
-        original, factory = originals[name], originals[ALIKE[name]]
+    return randint
 
-        @wraps(original)
-        def alike(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if type(input) is not Tensor or not is_row(input.shape, kwargs):
-                return original(input, *args, **kwargs)  # type: ignore[no-any-return]
-            options = {"dtype": input.dtype, "device": input.device, **kwargs}
-            options.pop("memory_format", None)
-            requires_grad = options.pop("requires_grad", False)
-            bounds = (0, *args)[-2:] if args else ()
-            return draw(input.shape, lambda whole: factory(*bounds, whole, **options), requires_grad)
 
-        setattr(torch, name, alike)
+def _alike(batch: Batch, original: Any, factory: Any) -> Any:
+    def alike(input: Tensor, *args: Any, **kwargs: Any) -> Any:  # the name of torch's argument
+        if type(input) is not Tensor or "high" in kwargs or not _has_rows(batch, input.shape, kwargs):
+            return original(input, *args, **kwargs)
+        options = {"dtype": input.dtype, "device": input.device, **kwargs}
+        options.pop("memory_format", None)
+        requires_grad = options.pop("requires_grad", False)
+        bounds = (0, *args)[-2:] if args else ()  # of integers
+        return _draw(batch, input.shape, lambda whole: factory(*bounds, whole, **options), requires_grad)
 
-    @wraps(originals["normal"])
-    def normal(mean: Any, std: Any = 1.0, *args: Any, **kwargs: Any) -> Tensor:
+    return alike
+
+
+def _normal(batch: Batch, original: Any, factory: Any) -> Any:
+    def normal(mean: Any, std: Any = 1.0, *args: Any, **kwargs: Any) -> Any:
         like = next((value for value in (mean, std) if isinstance(value, Tensor)), None)
         size = kwargs.get("size", args[0] if args else ()) if like is None else like.shape
-        if not is_row(size, kwargs):
-            return originals["normal"](mean, std, *args, **kwargs)  # type: ignore[no-any-return]
-        own = {"dtype": like.dtype, "device": like.device} if like is not None else {}
+        if not _has_rows(batch, size, kwargs):
+            return original(mean, std, *args, **kwargs)
+        own = {} if like is None else {"dtype": like.dtype, "device": like.device}
         options = {**own, **{name: value for name, value in kwargs.items() if name != "size"}}
-        drawn = draw(size, lambda whole: originals["randn"](whole, **options))
-        result: Tensor = drawn * std + mean
-        return result
+        return _draw(batch, size, lambda whole: factory(whole, **options)) * std + mean
 
-    @wraps(originals["bernoulli"])
-    def bernoulli(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or "p" in kwargs or type(input) is not Tensor or not is_row(input.shape, kwargs):
-            return originals["bernoulli"](input, *args, **kwargs)  # type: ignore[no-any-return]
-        drawn = draw(input.shape, lambda whole: originals["rand"](whole, device=input.device))
+    return normal
+
+
+def _bernoulli(batch: Batch, original: Any, factory: Any) -> Any:
+    def bernoulli(input: Tensor, *args: Any, **kwargs: Any) -> Any:  # the name of torch's argument
+        is_plain = type(input) is Tensor and not args and "p" not in kwargs
+        if not is_plain or not _has_rows(batch, input.shape, kwargs):
+            return original(input, *args, **kwargs)
+        drawn = _draw(batch, input.shape, lambda whole: factory(whole, device=input.device))
         return (drawn < input).to(input.dtype)
 
-    def replace_in_place(name: str) -> None:
-        original = getattr(Tensor, name)
+    return bernoulli
 
-        @wraps(original)
-        def fill(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if type(self) is not Tensor or not is_row(self.shape, kwargs):
-                return original(self, *args, **kwargs)  # type: ignore[no-any-return]
-            with torch.no_grad():
-                filled = draw(self.shape, lambda whole: original(self.new_empty(whole), *args, **kwargs))
-            return self.copy_(filled)
 
-        setattr(Tensor, name, fill)
+def _in_place(batch: Batch, original: Any) -> Any:
+    def fill(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if type(self) is not Tensor or not _has_rows(batch, self.shape, kwargs):
+            return original(self, *args, **kwargs)
+        with torch.no_grad():
+            drawn = _draw(batch, self.shape, lambda whole: original(self.new_empty(whole), *args, **kwargs))
+        return self.copy_(drawn)
 
-    for name in FACTORIES:
-        replace_factory(name)
-    for name in ALIKE:
-        replace_alike(name)
-    for name in IN_PLACE:
-        replace_in_place(name)
-    for function in (randint, normal, bernoulli):
-        setattr(torch, function.__name__, function)
+    return fill
