@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 
-KILLED = Path(os.environ.get("KILLED_FILE", tempfile.gettempdir() + "/killed"))
+KILLED = Path(os.environ["KILLED_FILE"])
 
 accelerator = Accelerator()
 model = network()

@@ -91,6 +91,12 @@ def discarded_gradients() -> None:
 
 
 @program
+def exits_early() -> None:
+    train(Accelerator(), network(), loader=DataLoader(samples(16), batch_size=BATCH), epochs=2)
+    sys.exit(0)
+
+
+@program
 def zero_first() -> None:
     accelerator = Accelerator()
     model = network()

@@ -22,7 +22,7 @@ def step(loss: float = 1.0, norm: float = 2.0, rate: float = 0.1, rows: str = "0
 
 
 def run_of(folder: Path, *steps: Step, **more: Any) -> Run:
-    return Run(folder, 2, 2, steps={(0, n): each for n, each in enumerate(steps, 1)}, rates=[[0.1]], **more)
+    return Run(folder, 2, 2, steps={(0, n): each for n, each in enumerate(steps, 1)}, **more)
 
 
 def find(folder: Path, changed: Step, **more: Any) -> list[Finding]:

@@ -171,6 +171,11 @@ def _run(title: str, flags: Sequence[str], target: Sequence[str], options: Optio
             f"The run of {title} took no optimizer step with a batch of a prepared loader, so nothing can "
             "be compared. Pass model, optimizer and loader to accelerator.prepare, and let the script train."
         )
+    if not run.is_complete:
+        raise LaunchError(
+            f"The run of {title} ended before its weights were read, so they cannot be compared. Let the "
+            "script return, call accelerator.end_training(), or pass fewer --steps than it takes."
+        )
     return run
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.verification.options import BUFFER, WEIGHTS_FILE
 from accelerate.verification.records import Finding, Run, Step, Tolerances
 
-TRACED = ("loss", "gradient norm", "weights")
+TRACED = ("loss", "gradient norm")
 """Differences whose cause may be found in the outputs of modules."""
 ROUNDED_RATE = 0.15
 """Relative difference of learning rates that the rounding of the length of a small loader explains."""

@@ -14,6 +14,15 @@ from accelerate.verification.options import SEED, Options
 from accelerate.verification.recorder import Finished, Recorder
 
 
+def _run_to_end(words: list[str]) -> None:
+    """Runs the script, which may end itself by `sys.exit()` as a success."""
+    try:
+        run_script(words)
+    except SystemExit as error:
+        if isinstance(error, Finished) or error.code not in (None, 0):
+            raise
+
+
 def main(words: list[str]) -> None:
     """Runs the target with its arguments, and ends it after some optimizer steps."""
     options = Options.of(environ.current())
@@ -24,7 +33,7 @@ def main(words: list[str]) -> None:
     torch_private.draw_for_whole_batches(recorder)
     overrides.install(recorder)
     try:
-        run_script(words)
+        _run_to_end(words)
         recorder.finish()
     except Finished:
         pass

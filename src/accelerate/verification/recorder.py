@@ -64,9 +64,7 @@ class Recorder:
         self._observed: list[Any] = []
         self._outputs: dict[str, list[list[float]]] = {}
         self._gradients: dict[str, float] = {}
-        self._sizes: dict[
-            str, float
-        ] = {}  # largest root mean square of each gradient, relative to the others
+        self._sizes: dict[str, float] = {}  # of gradients, relative to the largest one
         self._norm: float | None = None
         self._rates: list[float] = []
         self._forced_rates: dict[tuple[int, int], list[float]] = {}
@@ -84,7 +82,7 @@ class Recorder:
     def write(self, kind: str, **values: Any) -> None:
         """Writes a line to the record of this rank."""
         if self._file is None:
-            rank = self.accelerator.process_index if self.accelerator is not None else 0
+            rank = self.accelerator.process_index
             group = environ.current().get(environ.REPLICA, "0")
             name = RANK_FILE.format(f"{group}-{rank}-{os.getpid()}")
             self._file = open(Path(self.options.folder) / name, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
@@ -330,8 +328,7 @@ class Recorder:
             return
         self._is_finished = True
         self._write_weights("after")
-        rates = [_rates_of(optimizer) for optimizer in self._observed]
-        self.write("end", rates=rates, outputs=self._outputs, gradients=self._gradients, sizes=self._sizes)
+        self.write("end", outputs=self._outputs, gradients=self._gradients, sizes=self._sizes)
 
     def _num_members(self) -> int:
         """Returns the number of replica groups that take the step."""

@@ -72,8 +72,8 @@ class Run:
         size: Number of ranks.
         num_groups: Number of data-parallel groups.
         precision: Mixed precision.
+        is_complete: Whether the weights after the last step were written.
         steps: Steps by optimizer and number.
-        rates: Learning rates of each optimizer after the last step.
         batch_norms: Names of batch normalizations that are not synchronized.
         outputs: Norms of the rows of the outputs of modules by data-parallel group.
         gradients: Norm of the gradient of each parameter in the step that was traced.
@@ -85,8 +85,8 @@ class Run:
     num_groups: int = 0
     precision: str = "no"
     label: str = ""
+    is_complete: bool = False
     steps: dict[tuple[int, int], Step] = field(default_factory=dict)
-    rates: list[list[float]] = field(default_factory=list)
     batch_norms: list[str] = field(default_factory=list)
     outputs: dict[int, dict[str, list[list[float]]]] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
@@ -125,7 +125,7 @@ def read_run(folder: Path) -> Run:
             if line["kind"] == "step":
                 groups.setdefault((line["optimizer"], line["step"]), []).append((head, line))
             else:
-                run.rates = line["rates"]
+                run.is_complete = True
                 run.gradients |= line["gradients"]
                 run.sizes = run.sizes or line["sizes"]
                 run.outputs.setdefault(head["group"], {}).update(line["outputs"])

@@ -9,7 +9,6 @@ from typing import Any
 from accelerate.verification.records import Finding, Run, Tolerances
 
 WIDTH = 110  # columns
-MAX_FINDINGS = 6
 
 
 def format_runs(run: Run, reference: Run, findings: Sequence[Finding], tolerances: Tolerances) -> str:
@@ -35,19 +34,16 @@ def format_runs(run: Run, reference: Run, findings: Sequence[Finding], tolerance
     buffer = io.StringIO()
     Console(file=buffer, width=WIDTH).print(table)
     lines = [buffer.getvalue().rstrip()]
-    faults = [finding for finding in findings if not finding.is_expected]
-    for finding in [*faults[:MAX_FINDINGS], *(each for each in findings if each.is_expected)]:
+    for finding in findings:
         where = f"step {finding.step}: " if finding.step else ""
         prefix = "expected: " if finding.is_expected else ""
         lines.append(f"{prefix}{where}{finding.text}.")
         if finding.cause:
             lines.append(f"    {finding.cause}")
-    if len(faults) > MAX_FINDINGS:
-        lines.append(f"and {len(faults) - MAX_FINDINGS} more differences.")
     lines.append(
-        "accelerate verify: this launch does not train what the reference trains."
-        if faults
-        else f"accelerate verify: this launch trains what the reference trains, over {len(run.steps)} steps."
+        f"accelerate verify: this launch trains what the reference trains, over {len(run.steps)} steps."
+        if all(finding.is_expected for finding in findings)
+        else "accelerate verify: this launch does not train what the reference trains."
     )
     return "\n".join(lines)
 
@@ -55,7 +51,7 @@ def format_runs(run: Run, reference: Run, findings: Sequence[Finding], tolerance
 def as_json(run: Run, reference: Run, findings: Sequence[Finding], tolerances: Tolerances) -> dict[str, Any]:
     """Returns the result as values for JSON."""
     return {
-        "is_equal": not any(not finding.is_expected for finding in findings),
+        "is_equal": all(finding.is_expected for finding in findings),
         "findings": [finding._asdict() for finding in findings],
         "tolerances": tolerances._asdict(),
         "launch": _steps_of(run),
