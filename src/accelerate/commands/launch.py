@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import sys
@@ -200,11 +201,20 @@ def _find_late_flags(target: Target) -> list[str]:
     given = [word.split("=", 1)[0] for word in target.arguments if word.startswith("--")]
     if not given or target.kind != "script":
         return []
-    text = Path(target.name).read_text(encoding="utf-8", errors="replace")
+    text = _source_with_local_modules(Path(target.name))
     if any(parser in text for parser in PARSERS):
         return []
     names = {f"--{row.name}" for row in all_options().values()}
     return [word for word in given if word in names and word[2:] not in text]
+
+
+def _source_with_local_modules(script: Path) -> str:
+    """Returns the text of a script and of the modules beside it that it imports."""
+    text = script.read_text(encoding="utf-8", errors="replace")
+    names = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE))
+    patterns = [pattern for name in names for pattern in (f"{name}.py", f"{name}/**/*.py")]
+    paths = [path for pattern in patterns for path in script.parent.glob(pattern)]
+    return "\n".join([text, *(path.read_text(encoding="utf-8", errors="replace") for path in paths)])
 
 
 def _manifest(args: argparse.Namespace) -> str:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +32,8 @@ from accelerate.launch.failures import (
 )
 
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
+SELF_CHECKS = str(Path(PACKAGE) / "test_utils") + os.sep
+"""Folder of scripts of this package, which are launched like those of users."""
 
 
 @dataclass
@@ -118,7 +122,8 @@ def _script_frames(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    is_own = [frame.tb_frame.f_code.co_filename.startswith(PACKAGE) for frame in frames]
+    files = [frame.tb_frame.f_code.co_filename for frame in frames]
+    is_own = [file.startswith(PACKAGE) and not file.startswith(SELF_CHECKS) for file in files]
     shown: TracebackType | None = None
     for frame, own in zip(reversed(frames), reversed(is_own), strict=True):
         if not own or is_own[-1]:
@@ -160,10 +165,7 @@ def _note_independent_processes() -> None:
     size = int(variables.get("WORLD_SIZE") or 1)
     if size == 1 or variables.get("RANK") != "0" or SCRIPT.uses_ranks or FOLDER_VARIABLE not in variables:
         return
-    names = ("torch.distributed", "RANK", "mpi4py", "horovod")
-    source = getattr(sys.modules["__main__"], "__file__", None)
-    text = Path(source).read_text(encoding="utf-8", errors="replace") if source else ""
-    if not any(name in text for name in names) and not _has_process_group():
+    if not _has_process_group() and not any("RANK" in text or "mpi4py" in text for text in _own_sources()):
         print(
             f"accelerate launch: the script created no Accelerator, so {size} processes did the same work "
             "independently. Create one and prepare its model, optimizer and loaders, or launch one process.",
@@ -172,8 +174,22 @@ def _note_independent_processes() -> None:
 
 
 def _has_process_group() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+    """Returns whether the script has opened a process group of torch."""
+    if "torch.distributed" not in sys.modules:
+        return False
+    from accelerate import torch_private  # it imports torch
+
+    return torch_private.has_opened_group()
+
+
+def _own_sources() -> Iterator[str]:
+    """Yields the texts of the script and of the modules that it has imported from outside of libraries."""
+    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    paths = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    for path in paths:
+        if path and path.endswith(".py") and not path.startswith((*libraries, PACKAGE)):
+            with suppress(OSError):  # of a module without a file, such as one in an archive
+                yield Path(path).read_text(encoding="utf-8", errors="replace")
 
 
 def _starts_again() -> bool:

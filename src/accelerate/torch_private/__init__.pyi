@@ -87,6 +87,7 @@ from accelerate.torch_private.processes import (
     default_to_stores_without_libuv as default_to_stores_without_libuv,
     drop_group_references as drop_group_references,
     flatten_mesh as flatten_mesh,
+    has_opened_group as has_opened_group,
     num_collectives as num_collectives,
     root_mesh as root_mesh,
     skip_connection_messages as skip_connection_messages,

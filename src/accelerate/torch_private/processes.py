@@ -16,6 +16,13 @@ from typing import Any
 import torch.distributed as dist
 
 
+def has_opened_group() -> bool:
+    """Returns whether this process has opened a process group, which may be closed again."""
+    if not dist.is_available():
+        return False
+    return dist.is_initialized() or dist.distributed_c10d._default_pg_init_method is not None
+
+
 @contextmanager
 def agent_hooks(
     start: Callable[[Any, Callable[[], None]], None],

@@ -65,6 +65,28 @@ def test_flags_after_the_script_are_noted(tmp_path: Path, text: str, flag: str, 
     assert ("after the script" in ended.stderr) == is_noted
 
 
+@pytest.mark.parametrize(
+    "helper",
+    [
+        "import torch.distributed as dist; dist.init_process_group('gloo'); dist.destroy_process_group()",
+        "import os; print(os.environ['RANK'])",
+    ],
+)
+def test_processes_that_an_imported_module_connects_are_not_noted(tmp_path: Path, helper: str) -> None:
+    write(tmp_path, helper, "helper.py")
+    ended = run([*LAUNCH, "--num_processes", "2", write(tmp_path, "import helper")], tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "the same work" not in ended.stderr
+
+
+def test_flags_that_an_imported_module_reads_are_not_noted(tmp_path: Path) -> None:
+    write(tmp_path, "'--mixed_precision'", "config/options.py")
+    script = write(tmp_path, "from config import options")
+    ended = run([*LAUNCH, script, "--mixed_precision", "bf16"], tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "after the script" not in ended.stderr
+
+
 def test_a_module_that_a_package_on_disk_lacks_is_not_to_be_installed(tmp_path: Path) -> None:
     write(tmp_path, "", "pkg/train.py")
     ended = run([*LAUNCH, "-m", "pkg.trian"], tmp_path)
