@@ -36,11 +36,11 @@ COMMANDS = {
     "report": ("report:report_command_parser", "Write one page about a run, or about several side by side."),
     "test": ("test:test_command_parser", "Check that training works on this machine."),
     "to-fsdp2": ("to_fsdp2:to_fsdp2_command_parser", "Write a configuration file of FSDP 1 for FSDP 2."),
+    "tpu-config": ("tpu:tpu_command_parser", "Run set-up commands on all hosts of a TPU pod."),
     "verify": (
         "verify:verify_command_parser",
         "Check that a script trains with a launch what one process trains.",
     ),
-    "tpu-config": ("tpu:tpu_command_parser", "Run set-up commands on all hosts of a TPU pod."),
 }
 """Name -> `module:function` of this package that builds the parser, and the summary of the command."""
 
