@@ -24,6 +24,7 @@ from accelerate.state import (
     GradientState,
     PartialState,
     WeakReference,
+    connect_nodes,
     is_initialized,
     services,
     step_clock,
@@ -87,6 +88,7 @@ def build_runtime(request: strategies.RunRequest, accelerator: Any, functions: C
         runtime = _assemble(request, state, accelerator, functions)
         if is_first:
             step_clock.follow_device(state.device_backend.timed_events(state.device))
+        connect_nodes(state.topology)
         diagnostics.watching.start(PartialState(), environ.current())
         recording.start(runtime, environ.current())
         return runtime

@@ -36,6 +36,7 @@ from accelerate.ops.base import (
 )
 from accelerate.ops.flight_record import flight_recorder
 from accelerate.state import (
+    Connections,
     Consensus,
     PartialState,
     ReduceFunction,
@@ -356,7 +357,9 @@ def open_consensus(transport: Transport, channel: StoreChannel | None) -> Consen
         return Consensus()
     if channel is None:
         return CollectiveConsensus(transport)
-    return StoreConsensus(channel, transport.rank, transport.size)
+    connections = services.find(Connections)
+    find_ended = connections.ended if connections else list
+    return StoreConsensus(channel, transport.rank, transport.size, find_ended=find_ended)
 
 
 def run_on_all_ranks(action: Callable[[], Result]) -> Result:

@@ -42,6 +42,7 @@ from accelerate.state.agreement import (
     pack_decision as pack_decision,
     unpack_decision as unpack_decision,
 )
+from accelerate.state.connections import Connections as Connections, connect_nodes as connect_nodes
 from accelerate.state.driving_loader import DrivingLoader as DrivingLoader
 from accelerate.state.environments import (
     CPUInformation as CPUInformation,

@@ -104,7 +104,9 @@ class StoreChannel:
         values = (self._decode(name, line) for line in self._read(name).split(_END)[:-1])
         return [value for value in values if value is not None]
 
-    def wait(self, names: Sequence[str], timeout: float) -> dict[str, Any]:
+    def wait(
+        self, names: Sequence[str], timeout: float, find_lost: Callable[[], Sequence[str]] = list
+    ) -> dict[str, Any]:
         """Waits for values, and returns them by name, with None for those that did not arrive.
 
         This takes one request if all values arrive within `MAX_WAIT`. No other thread can use the connection
@@ -112,6 +114,8 @@ class StoreChannel:
 
         Args:
             timeout: In seconds.
+            find_lost: Returns the names that nobody will write if they have no value. The wait ends when
+                there is one.
         """
         end = time.monotonic() + timeout
         is_exiting = False
@@ -123,15 +127,24 @@ class StoreChannel:
             try:
                 values = self._get(names, min(left, MAX_WAIT))
             except DistStoreError:  # some values did not arrive
+                lost = find_lost()
+                if len(self._present(lost)) < len(lost):
+                    break
                 continue
             if None not in values.values():
                 return values
             time.sleep(min(POLL_INTERVAL, left))  # a value that is not of this run may be overwritten
         return dict.fromkeys(names) | self._get(self._present(names))
 
-    def gather(self, topic: str, ranks: Sequence[int], timeout: float) -> dict[int, Any]:
-        """Waits for the values that ranks write as `topic/rank`, and returns them by rank as `wait` does."""
-        values = self.wait([f"{topic}/{rank}" for rank in ranks], timeout)
+    def gather(
+        self, topic: str, ranks: Sequence[int], timeout: float, find_ended: Callable[[], Sequence[int]] = list
+    ) -> dict[int, Any]:
+        """Waits for the values that ranks write as `topic/rank`, and returns them by rank as `wait` does.
+
+        The wait ends if one of the ranks that `find_ended` returns has written no value.
+        """
+        names = [f"{topic}/{rank}" for rank in ranks]
+        values = self.wait(names, timeout, lambda: [f"{topic}/{rank}" for rank in find_ended()])
         return dict(zip(ranks, values.values(), strict=True))
 
     def count(self, name: str, more: int = 0) -> int:
@@ -276,13 +289,22 @@ class StoreConsensus(Consensus):
 
     A decision takes three requests on each rank, to write its value, read the decision, and delete an old
     value. The connection is used by one thread at a time.
+
+    Args:
+        find_ended: Returns ranks that have ended. Rank 0 does not wait for them, nor the others for rank 0.
     """
 
     def __init__(
-        self, channel: StoreChannel, rank: int, size: int, format_absence: FormatAbsence | None = None
+        self,
+        channel: StoreChannel,
+        rank: int,
+        size: int,
+        format_absence: FormatAbsence | None = None,
+        find_ended: Callable[[], Sequence[int]] = list,
     ) -> None:
         self.rank, self.size, self._channel = rank, size, channel
         self._format_absence = format_absence or _format_absence
+        self._find_ended = find_ended
         self._number = 0
         self._old: list[str] = []  # names that this rank deletes after all ranks have read them
         self._decided_at = -DECISION_TIMEOUT
@@ -307,9 +329,11 @@ class StoreConsensus(Consensus):
             self._old.append(key)
             return unpack_decision(decision)
         self._channel.post(own, [operation, value])
-        decision = self._channel.wait([key], timeout + DECISION_TIMEOUT)[key]
+        decision = self._channel.wait(
+            [key], timeout + DECISION_TIMEOUT, lambda: [key] if self._find_ended() else []
+        )[key]
         if decision is None:
-            raise StateError(self._format_absence(operation, [0], timeout))
+            raise self._absence_error(operation, [0], timeout)
         self._remove_old(own)
         return unpack_decision(decision)
 
@@ -319,14 +343,25 @@ class StoreConsensus(Consensus):
 
     def _gather_and_decide(self, own: list[Any], reduce_fn: ReduceFunction, timeout: float) -> dict[str, Any]:
         operation = own[0]
-        posted = {0: own} | self._channel.gather(f"{self._number}", range(1, self.size), timeout)
+        ranks = range(1, self.size)
+        posted = {0: own} | self._channel.gather(f"{self._number}", ranks, timeout, self._find_ended)
         if absent := [rank for rank, value in posted.items() if value is None]:
-            return pack_error(StateError(self._format_absence(operation, absent, timeout)))
+            return pack_error(self._absence_error(operation, absent, timeout))
         self._remove_old()  # all ranks have read the previous decision
         if len({name for name, _ in posted.values()}) > 1:
             lines = "\n".join(f"  - Process {rank}: {name}" for rank, (name, _) in posted.items())
             return pack_error(StateError(f"The processes are in different operations:\n{lines}"))
         return pack_decision(reduce_fn, [value for _, value in posted.values()])
+
+    def _absence_error(self, operation: str, absent: Sequence[int], timeout: float) -> StateError:
+        ended = sorted(set(self._find_ended()) & set(absent))
+        if not ended:
+            return StateError(self._format_absence(operation, absent, timeout))
+        which = ", ".join(map(str, ended))
+        return StateError(
+            f"`{operation}` was not completed: {'processes' if len(ended) > 1 else 'process'} {which} of "
+            "another node has ended, or its machine does not answer. See the output there."
+        )
 
     def close(self, waits: bool = True) -> None:
         """Ends the use of the consensus on this rank.
