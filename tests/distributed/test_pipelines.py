@@ -331,7 +331,7 @@ def test_activations_are_alive_as_long_as_the_schedule_says(
 
 
 def count_communication(layout: str, processes: int) -> list[dict[str, int]]:
-    """Calls of torch.distributed in each micro-batch of a window of two, after two with comparisons."""
+    """Calls of torch.distributed in each micro-batch of a window of two, after three with comparisons."""
     accelerator = make_accelerator(layout, "1f1b", processes, gradient_accumulation_steps=2)
     model, optimizer, loader = build(accelerator)
     counts: list[dict[str, int]] = []
@@ -348,13 +348,13 @@ def count_communication(layout: str, processes: int) -> list[dict[str, int]]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("P2POp", "all_reduce", "all_gather_single", "reduce_scatter_single", "broadcast"):
             patch.setattr(torch.distributed, name, counting(name))
-        for batch in chain(loader, loader, loader):
+        for batch in chain(loader, loader, loader, loader):
             with accelerator.accumulate(model):
                 counts.append({})
                 accelerator.forward_backward(model, batch, mean_loss)
                 optimizer.step()
                 optimizer.zero_grad()
-    return counts[4:]
+    return counts[6:]
 
 
 @pytest.mark.parametrize(("layout", "processes"), [("", 2), pytest.param("fsdp", 4, marks=pytest.mark.slow)])
@@ -645,7 +645,15 @@ class Reversed(Reordered):
         return x
 
 
+class Permuted(Reordered):
+    def forward(self, x: Tensor) -> Tensor:
+        for index in (3, 2, 1, 0):
+            x = self.blocks[index](x)
+        return x
+
+
 KINDS = (Skipping, Reordered, Nested, Common, Recurrent, Chained, Alternating, Queried, Scaled, Cached)
+KINDS += (Reversed,)
 ORDERS = {kind.__name__: kind for kind in KINDS}
 
 
@@ -680,7 +688,7 @@ def test_models_of_any_order_train_as_on_one_process(run: Run, name: str, schedu
 
 
 def refuse(name: str, split: Any) -> str:
-    model = {"one": nn.Sequential(nn.Linear(8, 8)), "skips": Skipping(), "reversed": Reversed()}[name]
+    model = {"one": nn.Sequential(nn.Linear(8, 8)), "skips": Skipping(), "permuted": Permuted()}[name]
     mesh = ParallelismConfig(pp_size=2, pp_handler=PipelineConfig(split=split, microbatches=2))
     accelerator = Accelerator(cpu=True, parallelism_config=mesh)
     batch = (torch.randn(8, 8), torch.randn(8, 8))
@@ -695,7 +703,7 @@ def refuse(name: str, split: Any) -> str:
     ("name", "split", "expected"),
     [
         ("one", "auto", "Sequential cannot be split into 2 stages"),
-        ("reversed", "auto", "calls blocks.3 before blocks.1, with which stage 1 begins"),
+        ("permuted", "auto", "calls blocks.3 before blocks.1, with which stage 1 begins"),
         ("skips", ["blocks.7"], "Skipping has no such modules"),
         ("skips", ["blocks.1", "blocks.2"], "2 stages begin at 1 modules"),
     ],

@@ -159,9 +159,11 @@ class Pipeline:
         if self._num_trained.bit_length() % 2 and is_checked:  # a power of four
             self._is_verified = self._has_evaluated = False
         if self.verification is not None and (is_checked or not self._is_verified):
-            if not self._is_verified:
+            # FSDP may have gradients of the last batch that it has not reduced, and would add those of a
+            # comparison to them.
+            if not self._is_verified and self._reduces_gradients:
                 self._is_verified = self.verification.check_training(self, batch, loss_fn, is_sum=is_sum)
-            elif loss_fn is None:
+            elif is_checked and loss_fn is None:
                 self.verification.check_loss(self, batch, is_sum=is_sum)
         microbatches = split_into_microbatches(
             self.model.model, batch, self.count, has_loss=loss_fn is not None, is_sum=is_sum
