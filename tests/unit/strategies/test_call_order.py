@@ -121,10 +121,67 @@ class OfInstances(Net):
         return self.head(x)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [OfProperties, OfChildren, OfInstances, OneLine, Zipped, Indexed, Rare, OfMethods, OfBases, WithAName],
-)
+class Joined(Net):
+    def forward(self, x: Any) -> Any:
+        for layer in self.blocks + self.downs:
+            x = layer(x)
+        layers = [self.first, *reversed(self.attentions), self.head]
+        for layer in layers:
+            x = layer(x)
+        return x
+
+
+class OfTuples(Net):
+    def forward(self, x: Any) -> Any:
+        for layers in (self.attentions, self.downs):
+            for layer in layers:
+                x = layer(x)
+        for layer in (self.norm, self.first):
+            x = layer(x)
+        return x
+
+
+class Reversed(Net):
+    def forward(self, x: Any) -> Any:
+        for attention, block in zip(reversed(self.attentions), self.blocks[::-1], strict=True):
+            x = block(attention(x))
+        for number in range(2, -1, -1):
+            x = self.downs[number](x)
+        return x
+
+
+class Named(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = ["norm", "first", "head"]
+
+    def forward(self, x: Any) -> Any:
+        layers = self.attentions if self.count else self.blocks
+        for layer in layers:
+            x = layer(x)
+        for name in self.names:
+            x = getattr(self, name)(x)
+        return x
+
+
+class Nested(Net):
+    def forward(self, x: Any) -> Any:
+        blocks = iter(self.blocks)
+        x = self.apply_to(next(blocks), self.apply_to(self.first, x))
+        for _ in range(3):
+            x = next(blocks)(x)
+        return self.apply_to(self.head, self.apply_to(self.norm, x))
+
+    @staticmethod
+    def apply_to(layer: nn.Module, x: Any) -> Any:
+        return layer(x)
+
+
+KINDS = [OfProperties, OfChildren, OfInstances, OneLine, Zipped, Indexed, Rare, OfMethods, OfBases, WithAName]
+KINDS += [Joined, OfTuples, Reversed, Named, Nested]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_modules_are_in_the_order_of_the_calls(kind: type[Net]) -> None:
     model = kind()
     split = split_model(model, 2, "auto")

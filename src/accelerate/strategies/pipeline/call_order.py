@@ -5,20 +5,22 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import nn
 
-_ENTRY = "[]"
-"""Name of an entry of a list in a path."""
+_ENTRY, _ENTRY_OF_REVERSED = "[]", "[::-1]"
+"""Names of an entry of a list in a path, of which the second is that of a loop from the last to the first."""
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _VIEWS = (("values",), ("items",), ("children",))
 _METADATA = frozenset({"device", "dim", "dtype", "ndim", "numel", "requires_grad", "shape", "size"})
 """Attributes of tensors that do not depend on their values."""
-Loop = ast.AST | None
+Loop = tuple[Any, ...] | None
+"""A loop, the index of the list that it goes through, of several in turn, and the loop around it."""
 Path = tuple[str, ...]
 """Names of attributes, such as `("layers", "[]", "norm")` for `self.layers[0].norm`."""
 
@@ -30,12 +32,14 @@ class Use(NamedTuple):
         name: Name of the attribute.
         is_call: Whether a module is called or passed to a function, and not only read.
         reads_weight: Whether the values of a parameter of the module are used, which has no buffers.
+        is_reversed: Whether the entries of a list are used from the last to the first.
         loop: The innermost loop around the use, or None.
     """
 
     name: str
     is_call: bool
     reads_weight: bool
+    is_reversed: bool
     loop: Loop
 
 
@@ -78,6 +82,8 @@ class _Reader:
     def __init__(self, module: nn.Module, bases: Sequence[type], own: str, seen: Set[Any]) -> None:
         self._module, self._bases, self._own, self._seen = module, bases, own, seen
         self._aliases: dict[str, Path] = {}  # of local variables
+        self._joined: dict[str, list[Path]] = {}  # local variables with the entries of several lists
+        self._descending: set[str] = set()  # local variables with indices from the last to the first
 
     def read_all(self, nodes: Iterable[ast.AST], loop: Loop) -> Iterator[Use]:
         for node in nodes:
@@ -102,9 +108,12 @@ class _Reader:
             if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
                 pairs = list(zip(node.targets[0].elts, node.value.elts, strict=False))
             for target, value in pairs:
-                path = self._list_in(value) if self._is_method(self._path(value)) else self._path(value)
-                if isinstance(target, ast.Name) and (path := path or self._list_in(value)):
-                    self._aliases[target.id] = path
+                path = () if self._is_method(self._path(value)) else self._path(value)
+                entries = [] if path else self._entries_in(value)
+                if isinstance(target, ast.Name) and (path or [each[-1] for each in entries] == [_ENTRY]):
+                    self._aliases[target.id] = path or entries[0][:-1]
+                elif isinstance(target, ast.Name) and entries:
+                    self._joined[target.id] = entries
                 else:
                     yield from self._read(value, loop)
         elif path := self._path(node):
@@ -116,14 +125,19 @@ class _Reader:
     def _read_loop(
         self, node: ast.AST, pairs: Sequence[tuple[ast.AST, ast.AST]], body: Sequence[ast.AST], outer: Loop
     ) -> Iterator[Use]:
+        aliases: dict[str, list[Path]] = {}
         for target, values in pairs:
-            aliases = dict(self._aliases_of(target, values))
-            self._aliases.update(aliases)
-            if not aliases:
+            found = dict(self._aliases_of(target, values))
+            aliases.update(found)
+            if not found:
                 yield from self._read(values, outer)
-        yield from self.read_all(body, node)
+            if isinstance(target, ast.Name) and _is_descending(values):
+                self._descending.add(target.id)
+        for index in range(max(map(len, aliases.values()), default=1)):
+            self._aliases |= {name: paths[min(index, len(paths) - 1)] for name, paths in aliases.items()}
+            yield from self.read_all(body, (node, index, outer))
 
-    def _aliases_of(self, target: ast.AST, values: ast.AST) -> Iterator[tuple[str, Path]]:
+    def _aliases_of(self, target: ast.AST, values: ast.AST) -> Iterator[tuple[str, list[Path]]]:
         """Yields the variables of a loop over entries of attributes, such as lists of modules."""
         call = values.func.id if isinstance(values, ast.Call) and isinstance(values.func, ast.Name) else ""
         if isinstance(values, ast.Call) and isinstance(target, ast.Tuple) and call in ("zip", "enumerate"):
@@ -131,8 +145,33 @@ class _Reader:
             for pair in zip(targets, values.args, strict=False):
                 yield from self._aliases_of(*pair)
             return
-        if path := self._list_in(values):
-            yield from ((part.id, (*path, _ENTRY)) for part in ast.walk(target) if isinstance(part, ast.Name))
+        if entries := self._entries_in(values):
+            yield from ((part.id, entries) for part in ast.walk(target) if isinstance(part, ast.Name))
+
+    def _entries_in(self, node: ast.AST, is_reversed: bool = False) -> list[Path]:
+        """Returns the paths of the entries that a loop over an expression goes through, in their order."""
+        if isinstance(node, ast.Name) and node.id in self._joined:
+            return self._joined[node.id][:: -1 if is_reversed else 1]
+        if inner := _reversed_in(node):
+            return self._entries_in(inner, not is_reversed)
+        parts = _joined_in(node)
+        if not parts:
+            path = self._list_in(node)
+            entry = _ENTRY_OF_REVERSED if is_reversed else _ENTRY
+            return [(*path, entry)] if path else [(name,) for name in self._names_of(self._path(node))]
+        entries = [
+            [path] if (path := self._path(part)) and not is_list else self._entries_in(part, is_reversed)
+            for part, is_list in parts
+        ]
+        if not all(entries):
+            return []
+        return [path for paths in entries[:: -1 if is_reversed else 1] for path in paths]
+
+    def _names_of(self, path: Path) -> list[str]:
+        """Returns the names of modules in an attribute that is a list of names."""
+        value = getattr(self._module, path[0], None) if len(path) == 1 else None
+        names = value if isinstance(value, (list, tuple)) else []
+        return [name for name in names if isinstance(name, str) and name in self._module._modules]
 
     def _list_in(self, node: ast.AST) -> Path:
         """Returns the path of the list of modules that an expression has entries of, without calling them."""
@@ -160,18 +199,24 @@ class _Reader:
         module: nn.Module | None = self._module
         for name in path:
             children = {} if module is None else module._modules
-            module = next(iter(children.values()), None) if name == _ENTRY else children.get(name)
+            is_entry = name in (_ENTRY, _ENTRY_OF_REVERSED)
+            module = next(iter(children.values()), None) if is_entry else children.get(name)
         return module
 
     def _read_call(self, node: ast.Call, loop: Loop) -> Iterator[Use]:
         function = node.func
         inspects = _is_builtin(function)
-        for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
-            path = () if inspects else self._path(argument)
-            if path and (self._computes(path) or self._is_method(path)):
-                yield from self._call(path, loop)
-            else:
-                yield from self._read(argument, loop)
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        paths = [() if inspects else self._path(argument) for argument in arguments]
+        called = [path for path in paths if path and (self._computes(path) or self._is_method(path))]
+        # The function calls modules after all arguments are computed.
+        yield from self.read_all(
+            [each for each, path in zip(arguments, paths, strict=True) if path not in called], loop
+        )
+        for path in called:
+            yield from self._call(path, loop)
+        for name in self._matching(node):
+            yield self._use((name,), True, loop)
         if isinstance(function, ast.Attribute) and _is_super(function.value):
             yield from _uses_in_method(self._module, self._bases, function.attr, self._seen, loop)
         elif path := self._path(function):
@@ -192,7 +237,7 @@ class _Reader:
         # Each stage would change the buffers of a module that it calls.
         weights = set() if child is None or child._buffers else {*child._parameters}
         reads_weight = not weights.isdisjoint(path[1:2]) and _METADATA.isdisjoint(path[2:3])
-        return Use(path[0], is_call, reads_weight, loop)
+        return Use(path[0], is_call, reads_weight, _ENTRY_OF_REVERSED in path, loop)
 
     def _is_method(self, path: Path) -> bool:
         """Returns whether a path is the name of a method or a property."""
@@ -209,9 +254,30 @@ class _Reader:
             outer = self._path(node.value)
             return (*outer, node.attr) if outer else ()
         if isinstance(node, ast.Subscript):
-            outer = self._path(node.value)
+            outer, index = self._path(node.value), node.slice
+            is_reversed = isinstance(index, ast.Name) and index.id in self._descending
+            return (*outer, _ENTRY_OF_REVERSED if is_reversed else _ENTRY) if outer else ()
+        if isinstance(node, ast.Call) and _is_call_of("next", node):
+            outer = self._path(node.args[0])
             return (*outer, _ENTRY) if outer else ()
-        return ()
+        name = self._attribute_name(node)
+        return self._aliases.get(name.id, ()) if isinstance(name, ast.Name) else ()
+
+    def _attribute_name(self, node: ast.AST) -> ast.AST | None:
+        """Returns the name in `getattr(self, name)`, or None for other expressions."""
+        if not (isinstance(node, ast.Call) and _is_call_of("getattr", node)):
+            return None
+        is_own = isinstance(node.args[0], ast.Name) and node.args[0].id == self._own
+        return node.args[1] if is_own else None
+
+    def _matching(self, node: ast.AST) -> list[str]:
+        """Returns the names of the modules that `getattr(self, f"layer{i}")` returns."""
+        name = self._attribute_name(node)
+        parts = name.values if isinstance(name, ast.JoinedStr) else []
+        pattern = "".join(
+            re.escape(ast.literal_eval(p)) if isinstance(p, ast.Constant) else ".+" for p in parts
+        )
+        return [child for child in self._module._modules if re.fullmatch(pattern, child)]
 
     def _computes(self, path: Path) -> bool:
         """Returns whether a path leads to a module, or to a method that the class of a module has added."""
@@ -226,6 +292,41 @@ class _Reader:
 
 def _is_builtin(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id in vars(builtins)
+
+
+def _is_call_of(name: str, node: ast.Call) -> bool:
+    return isinstance(node.func, ast.Name) and node.func.id == name
+
+
+def _reversed_in(node: ast.AST) -> ast.AST | None:
+    """Returns the list in `reversed(a)` or `a[::-1]`, or None for other expressions."""
+    if isinstance(node, ast.Call) and _is_call_of("reversed", node):
+        return node.args[0]
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+        return node.value if _is_negative(node.slice.step) else None
+    return None
+
+
+def _joined_in(node: ast.AST) -> list[tuple[ast.AST, bool]]:
+    """Returns the parts of `[a, *b]`, `a + b` or `a if c else b`, and whether each is a list."""
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [(part.value, True) if isinstance(part, ast.Starred) else (part, False) for part in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return [(node.left, True), (node.right, True)]
+    return [(node.body, True), (node.orelse, True)] if isinstance(node, ast.IfExp) else []
+
+
+def _is_descending(node: ast.AST) -> bool:
+    """Returns whether an expression is a range from the last to the first index."""
+    if isinstance(inner := _reversed_in(node), ast.Call):
+        return _is_call_of("range", inner) and not _is_descending(inner)
+    if isinstance(node, ast.Call) and _is_call_of("range", node):
+        return len(node.args) == 3 and _is_negative(node.args[2])
+    return False
+
+
+def _is_negative(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
 
 
 def _is_super(node: ast.AST) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -44,6 +44,20 @@ class Submodule:
 
     def __post_init__(self) -> None:
         self.has_parameters = next(self.module.parameters(), None) is not None
+
+
+class Child(NamedTuple):
+    """Module in another one.
+
+    Attributes:
+        name: Name in the other module.
+        module: The module.
+        is_reversed: Whether it is a list whose entries are called from the last to the first.
+    """
+
+    name: str
+    module: nn.Module
+    is_reversed: bool
 
 
 @dataclass(frozen=True)
@@ -124,15 +138,15 @@ def _checked(model: nn.Module, num_stages: int, split: Sequence[str]) -> list[st
     return list(split)
 
 
-def _layers_of(model: nn.Module, prefix: str = "") -> Iterator[str]:
+def _layers_of(model: nn.Module, prefix: str = "", is_reversed: bool = False) -> Iterator[str]:
     """Yields the names of the modules in the outermost lists of a model."""
     if isinstance(model, nn.ModuleList) and _is_called(model):  # such as a list of parametrizations
         return
-    for name, child in chain.from_iterable(_groups_in_order(model)):
-        if isinstance(model, _LISTS) and _is_called(child):
-            yield f"{prefix}{name}"
+    for child in chain.from_iterable(_groups_in_order(model, is_reversed)):
+        if isinstance(model, _LISTS) and _is_called(child.module):
+            yield f"{prefix}{child.name}"
         else:
-            yield from _layers_of(child, f"{prefix}{name}.")
+            yield from _layers_of(child.module, f"{prefix}{child.name}.", child.is_reversed)
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -140,30 +154,37 @@ def _is_called(module: nn.Module) -> bool:
     return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
 
 
-def _groups_in_order(module: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+def _groups_in_order(module: nn.Module, is_reversed: bool) -> list[list[Child]]:
     """Returns the modules in a module, in the order in which the code of its forward calls them.
 
     The lists of modules that one loop goes through are one group.
+
+    Args:
+        is_reversed: Whether the module is a list whose entries are called from the last to the first.
     """
-    children = [(name, child) for name, child in module._modules.items() if child is not None]
-    if isinstance(module, _LISTS):
-        return [[child] for child in children]
     uses = [use for use in uses_in_order(module) if use.is_call]
+    reversed_lists = {use.name for use in uses if use.is_reversed}
+    children = [
+        Child(name, child, name in reversed_lists)
+        for name, child in module._modules.items()
+        if child is not None
+    ]
+    if isinstance(module, _LISTS):
+        return [[child] for child in (reversed(children) if is_reversed else children)]
     first: dict[str, int] = {}
     for position, use in enumerate(uses):
         first.setdefault(use.name, position)
-    known = [first.get(name) for name, _ in children]
+    known = [first.get(child.name) for child in children]
     positions = []
     for i, own in enumerate(known):
         before = next((each for each in reversed(known[:i]) if each is not None), -1.0)
         after = next((each for each in known[i + 1 :] if each is not None), math.inf)
         positions.append((before if after >= before else after - 0.5) if own is None else own)
-    groups: list[list[tuple[str, nn.Module]]] = []
-    group_of: dict[Any, list[tuple[str, nn.Module]]] = {}  # of each loop
+    groups: list[list[Child]] = []
+    group_of: dict[Any, list[Child]] = {}  # of each loop
     for i in sorted(range(len(children)), key=positions.__getitem__):
-        name, child = children[i]
-        loops = {use.loop for use in uses if use.name == name} - {None}
-        loops = loops if isinstance(child, nn.ModuleList) else set()
+        loops = {use.loop for use in uses if use.name == children[i].name} - {None}
+        loops = loops if isinstance(children[i].module, nn.ModuleList) else set()
         group = next((group_of[loop] for loop in loops if loop in group_of), [])
         if not group:
             groups.append(group)
@@ -186,8 +207,8 @@ def _containers_of(model: nn.Module, names: Sequence[str]) -> list[str]:
         read = {use.name for use in uses_in_order(module) if use.reads_weight}
         read |= {name for name, child in module._modules.items() if isinstance(child, _PARAMETERS)}
         containers.update(dict.fromkeys(f"{container}.{name}".removeprefix(".") for name in sorted(read)))
-        for group in _groups_in_order(module):
-            alternating = [f"{container}.{name}".removeprefix(".") for name, _ in group]
+        for group in _groups_in_order(module, False):
+            alternating = [f"{container}.{child.name}".removeprefix(".") for child in group]
             if not containers.keys().isdisjoint(alternating):
                 containers.update(dict.fromkeys(alternating))
     return list(containers)
@@ -201,16 +222,20 @@ def _submodule_names(model: nn.Module, containers: Sequence[str]) -> Iterator[st
 
 def _walk(model: nn.Module, containers: Collection[str]) -> Iterator[str]:
     """Yields the names of the modules in a model and in containers, tied ones by each of their names."""
-    return chain.from_iterable(_parts(model, containers, ""))
+    return chain.from_iterable(_parts(model, containers, "", False))
 
 
-def _parts(model: nn.Module, containers: Collection[str], prefix: str) -> Iterator[list[str]]:
+def _parts(
+    model: nn.Module, containers: Collection[str], prefix: str, is_reversed: bool
+) -> Iterator[list[str]]:
     """Yields the names of each group of modules in a model, with those inside of containers."""
-    for group in _groups_in_order(model):
-        names = [f"{prefix}{name}" for name, _ in group]
+    for group in _groups_in_order(model, is_reversed):
+        names = [f"{prefix}{child.name}" for child in group]
         lists = [
-            list(_parts(child, containers, f"{name}.")) if name in containers else []
-            for name, (_, child) in zip(names, group, strict=True)
+            list(_parts(child.module, containers, f"{name}.", child.is_reversed))
+            if name in containers
+            else []
+            for name, child in zip(names, group, strict=True)
         ]
         yield [*names, *chain.from_iterable(_alternated(lists))]
 
