@@ -98,6 +98,7 @@ def choose_names(block: Block, known: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's inductor
 @pytest.mark.parametrize("page", [pytest.param(page, marks=MARKS.get(page, ())) for page in PAGES])
 def test_the_blocks_of_a_page_run(
     page: str, run: Callable[..., Any], states: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

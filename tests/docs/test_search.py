@@ -57,6 +57,30 @@ ANSWERS = {
     "reproducibility": "concepts/comparing",
     "learning rate scheduler": "tutorials/migration",
     "all flags": "cheat-sheet",
+    "unwrap model": "tutorials/migration",
+    "save every n steps": "guides/checkpoints",
+    "torch.compile": "guides/compile",
+    **dict.fromkeys(
+        (
+            "RuntimeError: Expected to have finished reduction in the prior iteration",
+            "CUDA out of memory",
+            "'DistributedDataParallel' object has no attribute 'generate'",
+            "Watchdog caught collective operation timeout",
+            "address already in use",
+            "ChildFailedError",
+            "element 0 of tensors does not require grad",
+            "Expected all tensors to be on the same device",
+            "NCCL error unhandled system error",
+            "Cannot re-initialize CUDA in forked subprocess",
+            "received 0 items of ancdata",
+            "exitcode -9",
+            "Attempting to unscale FP16 gradients",
+            "Cannot copy out of meta tensor",
+            "Missing key(s) in state_dict",
+            "loss is nan",
+        ),
+        "guides/troubleshooting",
+    ),
 }
 
 
