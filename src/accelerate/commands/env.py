@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -33,6 +34,30 @@ SHOWN_PREFIXES = (
     "MEGATRON_LM_",
     *WITH_VALUES,
 )
+LIBRARIES = (
+    "bitsandbytes",
+    "datasets",
+    "deepspeed",
+    "diffusers",
+    "flash-attn",
+    "huggingface_hub",
+    "lightning",
+    "megatron-core",
+    "peft",
+    "ray",
+    "safetensors",
+    "sentence-transformers",
+    "torchao",
+    "torchdata",
+    "torchft",
+    "torchvision",
+    "transformer-engine",
+    "transformers",
+    "triton",
+    "trl",
+    "xformers",
+)
+"""Distributions whose versions are shown where they are installed."""
 
 version = str(installed_version("accelerate"))
 
@@ -62,6 +87,7 @@ def gather_facts(config_file: str | None) -> dict[str, Any]:
         "python executable": sys.executable,
         "torch": torch.__version__,
         "numpy": numpy.__version__,
+        "libraries": _library_versions(),
         "device": backend.label,
         "devices": backend.count(),
         "device names": names,
@@ -72,6 +98,17 @@ def gather_facts(config_file: str | None) -> dict[str, Any]:
         "configuration file": str(path) if path else None,
         "configuration": load_config_from_file(str(path)).to_dict() if path else None,
     }
+
+
+def _library_versions() -> dict[str, str]:
+    """Returns the versions of the installed libraries, without importing them."""
+    from importlib import metadata  # slow to import, and needed only here
+
+    versions: dict[str, str] = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def _variables(present: Mapping[str, str]) -> dict[str, str]:

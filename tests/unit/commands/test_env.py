@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,19 @@ def test_the_report_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> No
     assert facts["configuration"] is None
     assert facts["torch"] == torch.__version__
     assert facts["devices"] >= 1
+
+
+def test_the_report_has_the_versions_of_libraries_and_imports_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "trl", raising=False)
+    for name, version in (("trl", "7.8.9"), ("unrelated", "1.0")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    env_command(env_command_parser().parse_args(["--json"]))
+    versions = json.loads(capsys.readouterr().out)["libraries"]
+    assert versions["trl"] == "7.8.9"
+    assert "unrelated" not in versions
+    assert "trl" not in sys.modules
