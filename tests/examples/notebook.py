@@ -1,0 +1,30 @@
+"""Run the cells of a notebook one after another, in the namespace of the main program.
+
+    python notebook.py FILE
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+
+def run_cells(path: str) -> None:
+    """Run all cells, and print the value of a last line that is an expression, as notebooks show it."""
+    import __main__
+
+    for cell in json.loads(Path(path).read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        tree = ast.parse("".join(cell["source"]), path)
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, path, "exec"), vars(__main__))
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), path, "eval"), vars(__main__))
+            print("" if value is None else repr(value))
+
+
+if __name__ == "__main__":
+    run_cells(sys.argv[1])
