@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs, PartialState
 
 
 class Fault(NamedTuple):
@@ -97,6 +98,19 @@ def a_sampler_of_the_user_skips_samples() -> None:
     data = samples()
     sampler = DistributedSampler(data, 4, accelerator.process_index, shuffle=False)  # type: ignore[arg-type]
     train(accelerator, loader=DataLoader(data, batch_size=BATCH, sampler=sampler))  # type: ignore[arg-type]
+
+
+class ShuffledStream(right.Stream):
+    def __iter__(self) -> Iterator[Any]:
+        rows = list(super().__iter__())
+        random.Random(PartialState().process_index).shuffle(rows)
+        return iter(rows)
+
+
+@fault("samples", "order or its random numbers depend on the rank")
+def the_order_of_a_stream_depends_on_the_rank() -> None:
+    config = DataLoaderConfiguration(dispatch_batches=False)
+    train(loader=DataLoader(ShuffledStream(), batch_size=BATCH), dataloader_config=config)
 
 
 @fault("samples", "read samples")

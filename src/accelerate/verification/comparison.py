@@ -136,7 +136,8 @@ def _compare_steps(run: Run, reference: Run, tolerances: Tolerances) -> Iterator
         if step is None:
             yield Finding(number, "steps", "only the reference took this step", _STEPS_CAUSE)
             continue
-        if step.by_index and expected.by_index and (difference := _compare_samples(step, expected)):
+        compare_samples = _compare_samples if step.by_index and expected.by_index else _compare_contents
+        if step.samples and expected.samples and (difference := compare_samples(step, expected)):
             yield Finding(number, "samples", *difference)
         if step.loss is not None and expected.loss is not None:
             bound = tolerances.loss * max(scale, 1e-8)
@@ -211,6 +212,24 @@ _SAMPLES_CAUSE = (
     "The loader was sharded twice (a DistributedSampler in addition to prepare), not prepared, or its order "
     "depends on the rank or the number of processes."
 )
+
+
+def _compare_contents(step: Step, expected: Step) -> tuple[str, str] | None:
+    """Returns the difference of samples without an index and its cause, or None.
+
+    Samples that are padded to other shapes cannot be compared.
+    """
+    counts = Counter(row for rows in step.samples.values() for row in rows)
+    wanted = Counter(row for rows in expected.samples.values() for row in rows)
+    shapes = [Counter(row.rpartition(" ")[0] for row in each.elements()) for each in (counts, wanted)]
+    extra = counts - wanted
+    if not extra or shapes[0] != shapes[1]:
+        return None
+    return (
+        f"{extra.total()} of {counts.total()} samples have other values than those of the reference",
+        "The script divides the stream in addition to prepare, or its order or its random numbers depend on "
+        "the rank, the number of processes or the batch size.",
+    )
 
 
 def _indices(rows: Any) -> str:

@@ -137,10 +137,10 @@ class Recorder:
             self.group = replica * self._own_groups + self._own_group
         self.rows = ignorant_find_batch_size(batch)
         contents = _digests(batch, self.rows)
-        rows = contents
-        if indices is not None:
-            rows = list(map(str, indices if isinstance(indices, (list, tuple)) else [indices]))
-        self._unused[number] = [number, *position, indices is not None, rows, contents]
+        names = indices if isinstance(indices, (list, tuple)) else [indices]
+        has_indices = None not in names  # those of streams are None
+        rows = list(map(str, names)) if has_indices else contents
+        self._unused[number] = [number, *position, has_indices, rows, contents]
         self._seed(number, *position)
 
     @property

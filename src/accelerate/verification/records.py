@@ -49,7 +49,8 @@ class Step:
         loss: Mean loss of the samples, or None if no loss was recorded.
         norms: Gradient norm on each rank.
         rates: Learning rate of each parameter group.
-        samples: Samples of each data-parallel group, as texts of loader, pass and index.
+        samples: Samples of each data-parallel group, as texts of loader, pass and index. There are none if a
+            replica group has not recorded the step.
         by_index: Whether samples are named by their index in the dataset, and not by a digest.
         positions: Number of steps that each prepared scheduler has taken.
         contents: Shapes and digest of each sample.
@@ -150,9 +151,9 @@ def _merge(lines: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Step:
         if replicas > 1:  # losses of micro-batches are parts of the mean
             loss *= len(members)
     samples: dict[int, list[str]] = {}
-    by_index, contents = is_whole, dict[str, str]()
+    by_index, contents = True, dict[str, str]()
     for head, line in lines:
-        if head["group"] in samples:
+        if head["group"] in samples or not is_whole:
             continue
         samples[head["group"]] = []
         for loader, number, _, has_indices, rows, digests in line["samples"]:
