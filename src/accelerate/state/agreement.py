@@ -114,7 +114,7 @@ class StoreChannel:
 
         Args:
             timeout: In seconds.
-            find_lost: Returns the names that nobody will write if they have no value. The wait ends when
+            find_lost: Returns the names that no rank will write if they have no value. The wait ends when
                 there is one.
         """
         end = time.monotonic() + timeout

@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from accelerate import ops, rng, torch_private
 from accelerate.base import environ
@@ -20,6 +21,7 @@ from accelerate.data_loader import data_groups
 from accelerate.nested import ignorant_find_batch_size
 from accelerate.recovery import Recovery
 from accelerate.state import services
+from accelerate.strategies.fsdp import fsdp2_canonicalize_names
 from accelerate.verification.batch_norms import find_batch_norms, normalize_in_groups
 from accelerate.verification.options import BUFFER, RANK_FILE, WEIGHTS_FILE, Options
 
@@ -92,6 +94,11 @@ class Recorder:
         """Closes the file."""
         if self._file is not None:
             self._file.close()
+
+    def _modules(self) -> list[nn.Module]:
+        """Returns the modules of the script in its prepared models."""
+        unwrap = self.accelerator.unwrap_model
+        return [unwrap(model, keep_torch_compile=False) for model in self.accelerator._models]
 
     # Batches
 
@@ -181,16 +188,14 @@ class Recorder:
             num_groups=self.num_groups,
             precision=str(accelerator.mixed_precision),
             label=str(accelerator.distributed_type.value),
-            batch_norms=[
-                n for model in accelerator._models for n in find_batch_norms(accelerator.unwrap_model(model))
-            ],
+            batch_norms=[name for module in self._modules() for name in find_batch_norms(module)],
         )
         self._write_weights("before")
         if self.options.initial:
             self._load_initial()
         if self.options.is_reference:
-            for model in accelerator._models:
-                normalize_in_groups(accelerator.unwrap_model(model), self.options.factor)
+            for module in self._modules():
+                normalize_in_groups(module, self.options.factor)
         if self.options.traced_step:
             self._trace()
 
@@ -205,10 +210,10 @@ class Recorder:
             for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
                 if line["kind"] == "step":
                     self._forced_rates[line["optimizer"], line["step"]] = line["rates"]
-        for number, model in enumerate(self.accelerator._models):
+        for number, module in enumerate(self._modules()):
             path = Path(self.options.initial) / WEIGHTS_FILE.format("before", number)
             if path.exists():
-                self.accelerator.unwrap_model(model).load_state_dict(load_file(path), strict=False)
+                module.load_state_dict(load_file(path), strict=False)
 
     def observe_optimizers(self) -> None:
         """Observes the steps of all prepared optimizers."""
@@ -284,8 +289,8 @@ class Recorder:
     def _note_sizes(self, optimizer: Any) -> None:
         """Keeps how large the gradient of each parameter is, relative to the largest one of the step."""
         own, sizes = set(map(id, optimizer.parameters())), dict[str, float]()
-        for number, model in enumerate(self.accelerator._models):
-            for name, parameter in self.accelerator.unwrap_model(model).named_parameters():
+        for number, model in enumerate(self._modules()):
+            for name, parameter in model.named_parameters():
                 if id(parameter) in own and parameter.grad is not None and not parameter.grad.is_sparse:
                     gradient = ops.local_tensor(parameter.grad)
                     if gradient.numel():
@@ -344,13 +349,13 @@ class Recorder:
         """Writes the whole weights and the buffers of all models."""
         from safetensors.torch import save_file
 
+        modules = self._modules()
         for number, model in enumerate(self.accelerator._models):
             weights = {
                 name: tensor.detach().to("cpu", copy=True).contiguous()
                 for name, tensor in self.accelerator.stream_weights(model)
             }
-            module = self.accelerator.unwrap_model(model)
-            for name, buffer in module.named_buffers():
+            for name, buffer in fsdp2_canonicalize_names(dict(modules[number].named_buffers())).items():
                 if not buffer.is_meta and name not in weights:
                     whole = ops.to_full_tensors(buffer.detach())
                     weights[f"{BUFFER}{name}"] = whole.to("cpu", copy=True).contiguous()
@@ -362,8 +367,8 @@ class Recorder:
 
     def _trace(self) -> None:
         """Records the outputs of all modules in the first micro-batch of a step."""
-        for number, model in enumerate(self.accelerator._models):
-            for name, module in self.accelerator.unwrap_model(model).named_modules():
+        for number, model in enumerate(self._modules()):
+            for name, module in model.named_modules():
                 key = f"{number}:{name}"
                 module.register_forward_hook(
                     lambda module, _, output, key=key: self._note_output(key, output)
@@ -372,8 +377,8 @@ class Recorder:
     def _trace_gradients(self, optimizer: Any) -> None:
         """Keeps the norm of the gradient of each parameter of an optimizer."""
         own = set(map(id, optimizer.parameters()))
-        for number, model in enumerate(self.accelerator._models):
-            for name, parameter in self.accelerator.unwrap_model(model).named_parameters():
+        for number, model in enumerate(self._modules()):
+            for name, parameter in model.named_parameters():
                 if id(parameter) in own and parameter.grad is not None:
                     gradient = ops.to_full_tensors(parameter.grad)
                     self._gradients[f"{number}:{name}"] = float(gradient.double().norm())
