@@ -1,7 +1,4 @@
-"""Run the cells of a notebook one after another, in the namespace of the main program.
-
-    python notebook.py FILE
-"""
+"""Run the cells of a notebook, whose path is the argument, one after another in the main program."""
 
 from __future__ import annotations
 
