@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from functools import partial
 from pathlib import Path
+
+import accelerate
 
 
 def run_cells(path: str) -> None:
@@ -24,4 +27,6 @@ def run_cells(path: str) -> None:
 
 
 if __name__ == "__main__":
+    # Suites launch at once, and the default port may be taken between its check and its use.
+    accelerate.notebook_launcher = partial(accelerate.notebook_launcher, use_port=0)
     run_cells(sys.argv[1])
