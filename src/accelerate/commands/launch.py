@@ -7,7 +7,6 @@ plan and contains the launchers.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
 import signal
@@ -179,8 +178,7 @@ def launch_command(args: argparse.Namespace) -> None:
     if getattr(args, "explain", False) or getattr(args, "dry_run", False):
         print(as_json(plan, settings) if args.dry_run else as_text(plan, settings))
         return
-    if plan.target.kind == "script" and not os.path.exists(plan.target.name):
-        raise ConfigurationError(f"There is no script {shown(plan.target.name)} here. Check the path.")
+    check_script(plan.target)
     if late := _find_late_flags(plan.target):
         print(
             f"accelerate launch: {', '.join(late)} after the script is passed to the script. Options of "
@@ -194,6 +192,18 @@ def launch_command(args: argparse.Namespace) -> None:
     show = partial(_print_views, title=plan.target.name) if is_shown else _no_view
     if code := _run(launcher, plan, show):
         sys.exit(code)
+
+
+def check_script(target: Target) -> None:
+    """Raises an error if a script does not exist, or is a folder that Python cannot run."""
+    path = Path(target.name)
+    if target.kind != "script" or path.is_file() or (path / "__main__.py").exists():
+        return
+    if path.is_dir():
+        raise ConfigurationError(
+            f"{shown(target.name)} is a folder without __main__.py. Name a script in it."
+        )
+    raise ConfigurationError(f"There is no script {shown(target.name)} here. Check the path.")
 
 
 def _find_late_flags(target: Target) -> list[str]:

@@ -285,7 +285,11 @@ def _run_agent(plan: LaunchPlan, ranks: Ranks) -> int:
 
     is_alone = plan.machines == 1 and plan.rendezvous.rdzv_backend == "static"
     store = hold_loopback_store(plan.address, plan.port) if is_alone else None
-    arguments = torchrun.parse_args(torchrun_arguments(plan))  # type: ignore[no-untyped-call]
+    parser = torchrun.get_args_parser()
+    parser.allow_abbrev = False  # or it takes arguments of the script, such as --r, for abbreviations
+    arguments = parser.parse_args(torchrun_arguments(plan))
+    if arguments.log_dir is None:  # or torch leaves an empty folder in that of temporary files
+        arguments.log_dir = folder_of(plan)
     if sys.platform == "win32":
         arguments.signals_to_handle = _names(children.FORWARDED)  # newer torch does not read the variable
     logger = logging.getLogger(AGENT_LOGGER)
