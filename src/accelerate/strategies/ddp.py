@@ -180,6 +180,7 @@ class LateReduction:
         self.replica = replica
         self._frozen = [parameter for parameter in own if not parameter.requires_grad]
         self._managed = [parameter for parameter in own if parameter.requires_grad]
+        self._has_averaged = False
         vars(replica)["require_forward_param_sync"] = _REDUCED
 
     def manages(self, parameter: Tensor) -> bool:
@@ -192,6 +193,10 @@ class LateReduction:
             return []
         named = self.replica.module.named_parameters()
         return [name for name, p in named if p.grad is None and p.requires_grad and self.manages(p)]
+
+    def is_left_out(self) -> bool:
+        """Returns whether no backward pass has averaged gradients, because no forward called the replica."""
+        return self.replica.require_forward_param_sync is not True and not self._has_averaged
 
     def begin(self) -> list[tuple[nn.Parameter, Tensor | None, int]]:
         """Returns a few parameters with their gradients before a backward pass."""
@@ -215,6 +220,7 @@ class LateReduction:
         if mode is not True:
             late += filter(_requires_grad, self._managed)
         vars(self.replica)["require_forward_param_sync"] = _REDUCED
+        self._has_averaged = True
         if late:
             from accelerate.strategies.sharded_models import Replicas, sparse_weights
 
@@ -254,7 +260,7 @@ class DataParallelCheck(ReplicaCheck):
                 return _UNUSED.format(listed(unused))
             if reduction.replica.require_forward_param_sync is False:
                 return _IN_NO_SYNC
-            return None if reduction.replica.require_forward_param_sync is True else _NO_FORWARD
+            return _NO_FORWARD if reduction.is_left_out() else None
         return None
 
 

@@ -222,12 +222,14 @@ _NOT_PREPARED = (
 )
 _GRADIENTS_DIFFER = (
     "Their gradients were computed or changed on each rank alone: by torch.autograd.grad, an assignment to "
-    "`grad`, or another backward pass than accelerator.backward(). Compute them with "
-    'accelerator.backward(loss), or average them with accelerator.reduce(gradient, "mean") before the step.'
+    "`grad`, a change on some ranks only, or another backward pass than accelerator.backward(). Compute them "
+    "with accelerator.backward(loss), or average them with "
+    'accelerator.reduce(gradient, "mean") before the step.'
 )
 _WEIGHTS_DIFFER = (
-    "Their gradients are equal, so the weights or the states of the optimizer were changed or loaded on each "
-    "rank alone. Change and load them on all ranks alike."
+    "Their gradients are equal, so the weights, the states of the optimizer or its learning rates were "
+    "changed or loaded on each rank alone, such as by a schedule that uses the loss of one rank. Change and "
+    "load them on all ranks alike."
 )
 
 
