@@ -406,13 +406,17 @@ def transformer() -> None:
         num_key_value_heads=2,
         attention_dropout=0.1,
     )
+    train_language_model(LlamaForCausalLM(config))
+
+
+def train_language_model(model: Any) -> None:
     rows = [torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(i)) for i in range(SAMPLES)]
     loader: Any = DataLoader(
         [{"input_ids": row, "labels": row} for row in rows],  # type: ignore[arg-type]
         batch_size=BATCH,
         shuffle=True,
     )
-    accelerator, model = Accelerator(), LlamaForCausalLM(config)
+    accelerator = Accelerator()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     prepared: Any = accelerator.prepare(model, optimizer, loader)
     model, optimizer, loader = prepared
@@ -421,6 +425,23 @@ def transformer() -> None:
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+
+
+@program
+def experts() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    train_language_model(MixtralForCausalLM(config))
 
 
 @program

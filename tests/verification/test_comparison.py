@@ -17,8 +17,9 @@ from accelerate.verification import TOLERANCES, Finding, Run, Step, compare, tol
 def step(loss: float = 1.0, norm: float = 2.0, rate: float = 0.1, rows: str = "0123", **more: Any) -> Step:
     half = len(rows) // 2
     samples = {0: [f"0/0/{row}" for row in rows[:half]], 1: [f"0/0/{row}" for row in rows[half:]]}
-    values = {"norms": [norm, norm], "positions": [], "contents": {}, **more}
-    return Step(loss, rates=[rate], samples=samples, by_index=True, **values)
+    values: dict[str, Any] = {"norms": [norm, norm], "positions": [], "contents": {}, "samples": samples}
+    values |= {"rates_of_ranks": [[rate], [rate]], "settings": [{"betas": [0.9, 0.8]}], **more}
+    return Step(loss, rates=[rate], by_index=True, **values)
 
 
 def run_of(folder: Path, *steps: Step, **more: Any) -> Run:
@@ -45,6 +46,13 @@ def test_equal_runs_have_no_difference(tmp_path: Path) -> None:
         (step(norm=4.0), "gradient norm", "2 times"),
         (step(norms=[2.0, 2.5]), "gradient norm", "2.5 on rank 1"),
         (step(rate=0.2), "learning rate", "0.2, and 0.1"),
+        (step(rates_of_ranks=[[0.1], [0.2]]), "learning rate", "0.1 on rank 0, 0.2 on rank 1"),
+        (
+            step(settings=[{"betas": [0.9, 0.9]}]),
+            "settings",
+            "betas of the optimizer is [0.9, 0.9], and [0.9, 0.8]",
+        ),
+        (step(loss=0.5, samples={0: [], 1: []}), "samples", "No batch of a prepared loader"),
         (step(rows="0122"), "samples", "rank 1 read samples 2 again, and samples 3 were not read"),
         (step(rows="01"), "samples", "2 samples, and 4 in the reference"),
     ],

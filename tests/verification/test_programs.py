@@ -29,9 +29,13 @@ LAYOUTS = [
     ("transformer", f"--num_processes 4 {AXES}_pp_size 2 --parallelism_config_dp_replicate_size 2"),
     ("transformer", f"--num_processes 2 {AXES}_cp_size 2 --use_fsdp --fsdp_version 2"),
     ("trainer", f"--num_processes 2 --use_fsdp --fsdp_version 2 {WRAP}"),
+    ("plain", "--num_processes 2 --mixed_precision fp16"),
+    ("transformer", "--num_processes 2 --dynamo_backend eager"),
+    ("experts", f"--num_processes 2 {AXES}_ep_size 2"),
 ]
 LIBRARIES = {
     "transformer": "transformers",
+    "experts": "transformers",
     "trainer": "transformers",
     "adapters": "peft",
     "fine_tuning": "trl",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,9 +18,16 @@ from typing import Any, NamedTuple
 
 from accelerate import verification
 from accelerate.base import ConfigurationError, LaunchError, environ, wrong_value
-from accelerate.commands.launch import LaunchParser, add_script_options, add_target, read_settings
+from accelerate.commands.launch import (
+    LaunchParser,
+    add_script_options,
+    add_target,
+    check_script,
+    launch_command_parser,
+    read_settings,
+)
 from accelerate.commands.utils import entry_point, make_parser
-from accelerate.launch import LAUNCH_COMMAND, choose_cpu_or_devices
+from accelerate.launch import LAUNCH_COMMAND, Target, choose_cpu_or_devices
 from accelerate.settings import CustomArgumentParser, CustomHelpFormatter, Settings
 from accelerate.settings.sections import LaunchSection
 from accelerate.verification import ENTRY, Options, Run
@@ -60,26 +69,38 @@ def verify_command(args: argparse.Namespace) -> None:
         raise wrong_value("--steps", args.steps, "at least one step is compared", "Pass a larger number")
     if args.no_python:
         raise wrong_value("--no_python", True, "only Python scripts and modules are recorded", "Leave it out")
+    if args.tolerance is not None and not 0 < args.tolerance < math.inf:
+        raise wrong_value("--tolerance", args.tolerance, "it is a factor above 0", "Pass a number such as 2")
+    check_script(Target.of(args))
     _check_writable(args.json)
+    against = None if args.against is None else _parse_against(args)
     target = [args.training_script, *args.training_script_args]
     flags = without_own(args.words[: len(args.words) - len(target)])
     settings = choose_cpu_or_devices(read_settings(args))
     if (machines := settings[LaunchSection].num_machines or 1) > 1:
         raise wrong_value("--num_machines", machines, "runs are compared on one machine", "Leave it out")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # removes the folder
     with tempfile.TemporaryDirectory(prefix="accelerate-verify-") as name:
         folder = Path(name)
         options = Options(str(folder / "run"), args.steps, keeps_dropout=args.keep_dropout)
-        pair = _Pair(flags, target, None if args.against is None else shlex.split(args.against), settings)
+        pair = _Pair(flags, target, against, settings)
         run, reference = pair.run(options)
         tolerances = verification.tolerances_of(run, args.tolerance)
         findings = verification.compare(run, reference, tolerances)
-        if step := verification.find_traced_step(findings):
+        if first := verification.find_traced(findings):
             print(
-                f"accelerate verify: both runs are repeated to compare the outputs of modules in step {step}."
+                f"accelerate verify: step {first.step}: {first.text}. Both runs are repeated to compare the "
+                "outputs of modules in this step."
             )
-            traced = replace(options, folder=str(folder / "traced"), steps=step, traced_step=step)
+            traced = replace(
+                options,
+                folder=str(folder / "traced"),
+                steps=first.step,
+                traced_step=first.step,
+                traced_optimizer=first.optimizer,
+            )
             findings = verification.with_cause(findings, verification.compare(*pair.run(traced), tolerances))
-        print(verification.format_runs(run, reference, findings, tolerances))
+        print(verification.format_runs(run, reference, findings, args.steps))
         if args.json is not None:
             content = verification.as_json(run, reference, findings, tolerances)
             Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -87,10 +108,27 @@ def verify_command(args: argparse.Namespace) -> None:
             sys.exit(1)
 
 
+def _parse_against(args: argparse.Namespace) -> list[str]:
+    """Returns the flags of the second launch, after a check of their names and values."""
+    try:
+        words = shlex.split(args.against)
+    except ValueError as error:
+        raise wrong_value("--against", args.against, str(error), "Close the quotation marks") from error
+    module = ["--module"] if args.module else []
+    parsed = launch_command_parser().parse_args([*words, *module, args.training_script])
+    if parsed.training_script != args.training_script or parsed.training_script_args:
+        reason = f"{parsed.training_script!r} is no flag of accelerate launch"
+        raise wrong_value("--against", args.against, reason, "Pass flags only")
+    read_settings(parsed)
+    return words
+
+
 def _check_writable(path: str | None) -> None:
     """Raises an error before the runs if the file of the result cannot be written."""
     if path is None:
         return
+    if Path(path).is_dir():
+        raise ConfigurationError(f"--json {path} is a folder. Name a file in it.")
     try:
         Path(path).touch()
     except OSError as error:

@@ -72,7 +72,7 @@ def shard_order(
     if plan.mode == "already_sharded":
         index_sampler = _resize_batches(index_sampler, plan.batch_size)
     elif num_processes > 1 or plan.global_batch_size is not None:  # the order is that of any number
-        index_sampler, generator = _synchronize(loader, index_sampler, num_processes)
+        index_sampler, generator = synchronize_order(loader, index_sampler, num_processes)
     groups, group, even = plan.groups, plan.group, plan.even
     if plan.global_batch_size is not None:
         shard = ConstantBatchShard(index_sampler, groups, group, global_batch_size=plan.global_batch_size)
@@ -93,7 +93,7 @@ def _resize_batches(index_sampler: Any, size: int | None) -> Any:
     return resized
 
 
-def _synchronize(
+def synchronize_order(
     loader: DataLoader[Any], index_sampler: Any, num_processes: int
 ) -> tuple[Any, torch.Generator | None]:
     """Gives a random sampler without a generator one that has the same seed on all processes."""

@@ -16,15 +16,25 @@ from torch.nn import functional as F
 
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 ALIKE = {"rand_like": "rand", "randn_like": "randn", "randint_like": "randint"}
+BY_PARAMETERS = ("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
+"""Functions with parameters for each sample, which `torch.distributions` calls, too."""
 IN_PLACE = ("normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_")
 
 
 class Batch(Protocol):
-    """The rows of the current training batch on this rank, and among those of all ranks."""
+    """The rows of the current training batch on this rank, and among those of all ranks.
+
+    Attributes:
+        rows: Number of rows on this rank, or None outside of a training step.
+        num_groups: Number of groups of ranks that have different rows.
+        group: Group of this rank.
+        num_joined: Number of batches of the other run that are joined to one.
+    """
 
     rows: int | None
     num_groups: int
     group: int
+    num_joined: int
 
 
 def turn_off_dropout() -> None:
@@ -56,6 +66,8 @@ def draw_for_whole_batches(batch: Batch) -> None:
         "randint": _randint,
         "normal": partial(_normal, factory=torch.randn),
         "bernoulli": partial(_bernoulli, factory=torch.rand),
+        "randperm": _randperm,
+        **dict.fromkeys(BY_PARAMETERS, partial(_by_parameters, factory=torch.randint)),
     }
     # The functions that others draw with are read above, before they are replaced.
     for name, make in makers.items():
@@ -140,6 +152,46 @@ def _bernoulli(batch: Batch, original: Any, factory: Any) -> Any:
         return (drawn < input).to(input.dtype)
 
     return bernoulli
+
+
+def _randperm(batch: Batch, original: Any) -> Any:
+    def randperm(n: int, *args: Any, **kwargs: Any) -> Any:
+        is_joined = batch.rows is not None and n == batch.rows and n % batch.num_joined == 0
+        if batch.num_groups * batch.num_joined == 1 or not is_joined or not _has_rows(batch, (n,), kwargs):
+            return original(n, *args, **kwargs)
+        size = n // batch.num_joined  # each rank permutes its own rows
+        drawn = [original(size, *args, **kwargs) for _ in range(batch.num_groups * batch.num_joined)]
+        own = drawn[batch.group : batch.group + 1] if batch.num_joined == 1 else drawn
+        return torch.cat([order + size * index for index, order in enumerate(own)])
+
+    return randperm
+
+
+def _by_parameters(batch: Batch, original: Any, factory: Any) -> Any:
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        parameters: Any = args[0] if args else kwargs.get("input")
+        rows, has_rows = batch.rows or 0, type(parameters) is Tensor and parameters.ndim > 0
+        if original.__name__ == "multinomial":  # one distribution has no row for each sample
+            has_rows = has_rows and parameters.ndim == 2
+        count = len(parameters) if has_rows else 0
+        if not rows or not count or count % rows or kwargs.get("generator") or kwargs.get("out") is not None:
+            return original(*args, **kwargs)
+        seed = int(factory(2**60, ()))
+
+        def part(value: Any, index: int) -> Any:
+            has_part = isinstance(value, Tensor) and value.shape[:1] == parameters.shape[:1]
+            return value[index : index + 1] if has_part else value
+
+        drawn = []
+        for index in range(
+            count
+        ):  # each from a generator of its own, because ranks know their parameters only
+            generator = torch.Generator(parameters.device).manual_seed(seed + batch.group * count + index)
+            own = {name: part(value, index) for name, value in kwargs.items() if name != "generator"}
+            drawn.append(original(*(part(value, index) for value in args), **own, generator=generator))
+        return torch.cat(drawn)
+
+    return draw
 
 
 def _in_place(batch: Batch, original: Any) -> Any:

@@ -1,6 +1,6 @@
 from accelerate.verification.comparison import (
     compare as compare,
-    find_traced_step as find_traced_step,
+    find_traced as find_traced,
     with_cause as with_cause,
 )
 from accelerate.verification.options import ENTRY as ENTRY, Options as Options

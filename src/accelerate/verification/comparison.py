@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from accelerate.verification.options import BUFFER, WEIGHTS_FILE
+from accelerate.verification.options import BUFFER, INPUT, WEIGHTS_FILE
 from accelerate.verification.records import Finding, Run, Step, Tolerances
 
 TRACED = ("loss", "gradient norm")
@@ -32,17 +32,21 @@ def compare(run: Run, reference: Run, tolerances: Tolerances) -> list[Finding]:
     return [*first, *sorted(rates, key=lambda finding: finding.is_expected)[:1], *notes]
 
 
-def find_traced_step(findings: Sequence[Finding]) -> int:
-    """Returns the step in which the outputs of modules may explain the first difference, or 0."""
+def find_traced(findings: Sequence[Finding]) -> Finding | None:
+    """Returns the first difference if the outputs of modules in its step may explain it, or None."""
     first = next(iter(findings), None)
-    return first.step if first is not None and first.what in TRACED and not first.cause else 0
+    return first if first is not None and first.what in TRACED and not first.cause else None
 
 
 def with_cause(findings: Sequence[Finding], traced: Sequence[Finding]) -> list[Finding]:
     """Returns the differences of two runs, the first one with the cause that repeated runs have found."""
     first, *others = findings
     again = next(iter(traced), None)
-    if again is None or (again.step, again.what) != (first.step, first.what):
+    if again is None or (again.optimizer, again.step, again.what) != (
+        first.optimizer,
+        first.step,
+        first.what,
+    ):
         cause = "It was another one, or none, when both runs were repeated, so it is not deterministic."
         return [first._replace(cause=cause), *others]
     return [first._replace(cause=again.cause), *others]
@@ -78,43 +82,66 @@ def _explain_outputs(run: Run, reference: Run, tolerances: Tolerances, *, is_los
     """Returns the first module whose outputs differ in the step that was traced."""
     expected = _joined(reference.outputs)
     own = _joined(run.outputs)
-    num_compared = 0
-    for name, (width, rows) in expected.items():
-        if name not in own or own[name][0] != width or len(own[name][1]) != len(rows):
+    num_compared, has_other_sizes = 0, False
+    for name, (widths, rows) in expected.items():
+        if name not in own or own[name][0] != widths or len(own[name][1]) != len(rows):
+            has_other_sizes = has_other_sizes or name in own
             continue
-        num_compared += 1
+        num_compared += not name.startswith(INPUT)
         bound = tolerances.loss * max(map(abs, rows), default=0.0)
-        if any(abs(a - b) > bound for a, b in zip(sorted(own[name][1]), sorted(rows), strict=True)):
+        is_equal = all(abs(a - b) <= bound for a, b in zip(sorted(own[name][1]), sorted(rows), strict=True))
+        if not is_equal and name.startswith(INPUT):
+            return (
+                "The model gets other inputs than in the reference for the same samples. The script changes "
+                "them with random numbers or by the rank, such as an augmentation or a mask."
+            )
+        if not is_equal:
             number, _, path = name.partition(":")
             where = f"`{path}`" if path else "the model"
             model = f" of model {number}" if number != "0" else ""
             return f"The outputs of {where}{model} are the first that differ from those of the reference."
     if not num_compared:
-        return ""
+        return _OF_TOKENS if has_other_sizes and not is_loss_equal else ""
     if is_loss_equal:
         return (
-            f"The outputs of {num_compared} modules and the loss are those of the reference, so the script "
+            f"The outputs of {_modules(num_compared)} and the loss are those of the reference, so the script "
             "clips, scales, clears or freezes gradients differently, or the backward pass differs."
         )
     return (
-        f"The outputs of {num_compared} modules are those of the reference, so the loss or the backward pass "
-        "differs. The loss may depend on which samples one rank has: negatives of the batch, or a mean over "
-        "a number of tokens that differs between ranks (pass it as accumulate(num_items=...))."
+        f"The outputs of {_modules(num_compared)} are those of the reference, so the targets, the loss or "
+        "the backward pass differ. The loss may depend on which samples one rank has: negatives of the "
+        "batch, or a mean over a number of tokens that differs between ranks (pass it as "
+        "accumulate(num_items=...))."
     )
+
+
+_OF_TOKENS = (
+    "Ranks pad their batches to other lengths than the reference, so the outputs of modules cannot be "
+    "compared. The loss may be a mean over a number of tokens that differs between ranks: pass this number "
+    "as accumulate(num_items=...)."
+)
+
+
+def _modules(number: int) -> str:
+    return "1 module" if number == 1 else f"{number} modules"
 
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
 
 
-def _joined(outputs: Mapping[int, Mapping[str, list[list[float]]]]) -> dict[str, tuple[float, list[float]]]:
-    """Returns the width and the norms of the rows of the outputs of each module, over all groups of ranks."""
-    joined: dict[str, tuple[float, list[float]]] = {}
+def _joined(
+    outputs: Mapping[int, Mapping[str, list[list[float]]]],
+) -> dict[str, tuple[set[float], list[float]]]:
+    """Returns the widths and the projections of rows of the outputs of modules, over all groups of ranks."""
+    joined: dict[str, tuple[set[float], list[float]]] = {}
     for group in outputs.values():
         for name, calls in group.items():
             for wrapper in _WRAPPERS:
                 name = name.replace(wrapper, "")
             for width, *rows in calls:
-                joined.setdefault(name, (width, []))[1].extend(rows)
+                widths, values = joined.setdefault(name, (set(), []))
+                widths.add(width)
+                values.extend(rows)
     return joined
 
 
@@ -136,23 +163,53 @@ def _compare_steps(run: Run, reference: Run, tolerances: Tolerances) -> Iterator
         if step is None:
             yield Finding(number, "steps", "only the reference took this step", _STEPS_CAUSE)
             continue
-        compare_samples = _compare_samples if step.by_index and expected.by_index else _compare_contents
-        if step.samples and expected.samples and (difference := compare_samples(step, expected)):
-            yield Finding(number, "samples", *difference)
-        if step.loss is not None and expected.loss is not None:
-            bound = tolerances.loss * max(scale, 1e-8)
-            if not abs(step.loss - expected.loss) <= bound and not _are_nan(step.loss, expected.loss):
-                text = f"the loss is {step.loss:.6g}, and {expected.loss:.6g} in the reference"
-                yield Finding(number, "loss", text, _cause_of_factor(step.loss, expected.loss, run, "loss"))
-        yield from _compare_norms(number, step, expected, run, tolerances)
-        if not _are_close(step.rates, expected.rates, 1e-6):
-            yield _compare_rates(number, step, expected, run)
+        for finding in _compare_step(number, step, expected, run, tolerances, scale):
+            yield finding._replace(optimizer=key[0])
     for optimizer, number in run.steps.keys() - reference.steps.keys():
         yield Finding(
             number, "steps", f"only this launch took this step of optimizer {optimizer}", _STEPS_CAUSE
         )
 
 
+def _compare_step(
+    number: int, step: Step, expected: Step, run: Run, tolerances: Tolerances, scale: float
+) -> Iterator[Finding]:
+    """Yields the differences of one step, of which the largest loss of the reference is `scale`."""
+    if len({tuple(rates) for rates in step.rates_of_ranks}) > 1:
+        ranks = ", ".join(f"{_numbers(rates)} on rank {i}" for i, rates in enumerate(step.rates_of_ranks))
+        cause = "A schedule uses a value that differs between ranks, such as the loss of one rank: gather it."
+        yield Finding(number, "learning rate", f"the learning rate is {ranks}", cause)
+    compare_samples = _compare_samples if step.by_index and expected.by_index else _compare_contents
+    if step.samples and expected.samples and (difference := compare_samples(step, expected)):
+        yield Finding(number, "samples", *difference)
+    if step.loss is not None and expected.loss is not None:
+        bound = tolerances.loss * max(scale, 1e-8)
+        if not abs(step.loss - expected.loss) <= bound and not _are_nan(step.loss, expected.loss):
+            text = f"the loss is {step.loss:.6g}, and {expected.loss:.6g} in the reference"
+            is_unprepared = step.samples and not any(step.samples.values())
+            factor = _cause_of_factor(step.loss, expected.loss, run, "loss")
+            yield Finding(number, "loss", text, _UNPREPARED if is_unprepared else factor)
+    yield from _compare_norms(number, step, expected, run, tolerances)
+    if not _are_close(step.rates, expected.rates, 1e-6):
+        yield _compare_rates(number, step, expected, run)
+        return
+    for own, other in zip(step.settings, expected.settings, strict=False):
+        for name in own.keys() & other.keys():
+            values, wanted = (
+                each[name] if isinstance(each[name], list) else [each[name]] for each in (own, other)
+            )
+            if not _are_close(values, wanted, tolerances.norm):
+                text = (
+                    f"{name} of the optimizer is {_numbers(values)}, and {_numbers(wanted)} in the reference"
+                )
+                cause = "The script makes it depend on the number of processes."
+                yield Finding(number, "settings", text, cause)
+
+
+_UNPREPARED = (
+    "No batch of a prepared loader was read for this step, so each rank may have read the same samples. "
+    "Pass the loader to accelerator.prepare."
+)
 _STEPS_CAUSE = (
     "The lengths of loaders, or the number of steps in the script, depend on the number of processes."
 )
@@ -196,7 +253,8 @@ def _compare_samples(step: Step, expected: Step) -> tuple[str, str] | None:
     extra, lacking = counts - wanted, wanted - counts
     if counts.total() != wanted.total():
         text = f"a step has {counts.total()} samples, and {wanted.total()} in the reference"
-        return text, "The batch size or the number of micro-batches depends on the number of processes."
+        cause = "The batch size or the number of micro-batches depends on the number of processes."
+        return text, cause if counts else _UNPREPARED
     repeated = [row for row in extra if row in wanted]
     for group, rows in step.samples.items():
         again = list(dict.fromkeys(row for row in rows if row in repeated))
@@ -263,6 +321,9 @@ def _compare_norms(
         yield Finding(number, "gradient norm", text, _cause_of_factor(norms[0], wanted, run, "gradient norm"))
 
 
+_OF_GATHER = " A loss of tensors of gather() has this norm, too, because gather() passes no gradients."
+
+
 def _cause_of_factor(value: float, wanted: float, run: Run, name: str) -> str:
     """Returns a cause for a value that is a multiple of the expected one."""
     if not wanted or not math.isfinite(value / wanted):
@@ -278,6 +339,7 @@ def _cause_of_factor(value: float, wanted: float, run: Run, name: str) -> str:
                 f"The {name} is 1/{factor} of that of the reference: it is divided by the number of "
                 "processes in addition to the mean over ranks, or it is a sum over the batch of one rank. "
                 "Pass the mean to backward, or count items with accumulate(num_items=...)."
+                + (_OF_GATHER if name == "gradient norm" else "")
             )
     return ""
 
@@ -371,4 +433,5 @@ def _are_close(own: Sequence[float], expected: Sequence[float], tolerance: float
 
 
 def _numbers(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.6g}" for value in dict.fromkeys(values))
+    shown = [f"{value:.6g}" for value in values]
+    return f"[{', '.join(shown)}]" if len(shown) > 1 else shown[0]

@@ -18,6 +18,8 @@ RANK_FILE = "rank-{}.jsonl"
 WEIGHTS_FILE = "{}-{}.safetensors"
 """File of the weights of a model "before" the first step or "after" the last one, and its number."""
 
+INPUT = "input "
+"""Prefix of the names of inputs of models among those of outputs."""
 BUFFER = "buffer "
 """Prefix of the names of buffers that are not in the saved weights."""
 
@@ -34,6 +36,7 @@ class Options:
         is_reference: Whether plugins that the script passes to `Accelerator` are left out.
         keeps_dropout: Whether dropout is applied.
         traced_step: Step in which the outputs of modules are recorded, from 1, or 0 for none.
+        traced_optimizer: Number of the optimizer that takes this step.
         initial: Folder of the run whose initial weights this run begins with, or "".
     """
 
@@ -43,6 +46,7 @@ class Options:
     is_reference: bool = False
     keeps_dropout: bool = False
     traced_step: int = 0
+    traced_optimizer: int = 0
     initial: str = ""
 
     @classmethod

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial, wraps
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from itertools import cycle, islice
@@ -20,6 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accelerate import data_loader, torch_private
 from accelerate.accelerator import Accelerator, Accumulation, ItemWeighting
 from accelerate.base import ConfigurationError, environ
+from accelerate.data_loader.index_order import synchronize_order
 from accelerate.plugins import ActivationCheckpointing, DataLoaderConfiguration, ProjectConfiguration
 from accelerate.recovery import Recovery, RecoveryLoader
 from accelerate.state import services
@@ -231,8 +233,17 @@ def _enlarge_batches(recorder: Recorder) -> None:
 
         return initialize
 
+    def order(original: Any) -> Any:
+        def shard_order(loader: Any, index_sampler: Any, plan: Any, num_processes: int) -> Any:
+            if num_processes == 1:  # samplers draw their order as on several ranks
+                index_sampler, _ = synchronize_order(loader, index_sampler, num_processes)
+            return original(loader, index_sampler, plan, num_processes)
+
+        return shard_order
+
     _replace(data_loader.DataLoaderAdapter, "__init__", prepare)
     _replace(DataLoader, "__init__", create)
+    _replace(import_module("accelerate.data_loader.prepare"), "shard_order", order)
 
 
 def _divides_batches(accelerator: Accelerator) -> bool:

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ from accelerate.recovery import Recovery
 from accelerate.state import services
 from accelerate.strategies.fsdp import fsdp2_canonicalize_names
 from accelerate.verification.batch_norms import find_batch_norms, normalize_in_groups
-from accelerate.verification.options import BUFFER, RANK_FILE, WEIGHTS_FILE, Options
+from accelerate.verification.options import BUFFER, INPUT, RANK_FILE, WEIGHTS_FILE, Options
 
 
 class Finished(SystemExit):
@@ -52,6 +52,7 @@ class Recorder:
         self.accelerator: Any = None
         self.rows: int | None = None
         self.num_groups, self.group = 1, 0
+        self.num_joined = options.factor
         self._own_groups, self._own_group = 1, 0
         self.redirected = Path(tempfile.mkdtemp(prefix="saved-", dir=options.folder))
         self._file: Any = None
@@ -59,7 +60,7 @@ class Recorder:
         self._loaders: list[Any] = []
         self._passes: dict[int, int] = {}
         self._indices: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
-        self._unused: dict[int, list[Any]] = {}  # samples of batches that no backward pass has used yet
+        self._unused: list[list[Any]] = []  # samples of batches that no backward pass has used yet
         self._samples: list[list[Any]] = []
         self._losses: list[list[float]] = []
         self._scaled: float | None = None
@@ -147,7 +148,7 @@ class Recorder:
         names = indices if isinstance(indices, (list, tuple)) else [indices]
         has_indices = None not in names  # those of streams are None
         rows = list(map(str, names)) if has_indices else contents
-        self._unused[number] = [number, *position, has_indices, rows, contents]
+        self._unused.append([number, *position, has_indices, rows, contents])
         self._seed(number, *position)
 
     @property
@@ -223,9 +224,9 @@ class Recorder:
                 optimizer.observers = (*optimizer.observers, self)
 
     def use_batches(self) -> None:
-        """Counts the batches that were read last for the current step."""
-        self._samples += self._unused.values()
-        self._unused = {}
+        """Counts the batches that were read since the last backward pass for the current step."""
+        self._samples += self._unused
+        self._unused = []
 
     def note_scaled(self, loss: float) -> None:
         """Keeps a loss times its weight in the window, which `Accumulation.scale` returns."""
@@ -236,7 +237,13 @@ class Recorder:
         self._scaled = None
 
     def begin_backward(self) -> None:
-        """Begins a backward pass, or the forward and backward passes of a pipeline."""
+        """Begins a backward pass, or the forward and backward passes of a pipeline.
+
+        It ends a script that reads no batch of a prepared loader.
+        """
+        if not self._loaders and self._observed and all(map(self._is_done, self._observed)):
+            self.finish()
+            raise Finished(0)
         self.observe_optimizers()
         # The step was skipped or is repeated by replica groups, or the script has cleared the gradients.
         if self._has_stepped or (self._losses and self._were_cleared()):
@@ -277,7 +284,11 @@ class Recorder:
         if accelerator._runtime.strategy.holds_gradients and not optimizer.steps_in_backward:
             norm = float(accelerator.clip_grad_norm_(list(optimizer.parameters()), float("inf")))
         self._norm = norm
-        if optimizer.num_updates == self.options.traced_step - 1 and norm is not None:
+        if (
+            self._is_traced()
+            and optimizer is self._observed[self.options.traced_optimizer]
+            and norm is not None
+        ):
             self._trace_gradients(optimizer)
         self._restore_rates()
         self._rates = _rates_of(optimizer)
@@ -316,6 +327,7 @@ class Recorder:
             losses=self._losses,
             norm=self._norm,
             rates=self._rates,
+            settings=[_settings_of(group) for group in optimizer.param_groups],
             positions=self._positions(),
             members=self._num_members(),
             samples=self._samples,
@@ -325,7 +337,19 @@ class Recorder:
     @property
     def has_enough_steps(self) -> bool:
         """True if the steps that are compared have been taken."""
-        return any(optimizer.num_updates >= self.options.steps for optimizer in self._observed)
+        if self.options.traced_step:
+            return any(map(self._is_done, self._observed[self.options.traced_optimizer :][:1]))
+        return any(map(self._is_done, self._observed))
+
+    def _is_done(self, optimizer: Any) -> bool:
+        return bool(optimizer.num_updates >= self.options.steps)
+
+    def _is_traced(self) -> bool:
+        """Returns whether the outputs of the current step are recorded."""
+        number = self.options.traced_optimizer
+        updates = self._observed[number].num_updates if number < len(self._observed) else 0
+        is_known = number < len(self._observed) or number == 0
+        return bool(is_known and updates == self.options.traced_step - 1)
 
     def finish(self) -> None:
         """Writes the weights after the last step, once."""
@@ -368,6 +392,10 @@ class Recorder:
     def _trace(self) -> None:
         """Records the outputs of all modules in the first micro-batch of a step."""
         for number, model in enumerate(self._modules()):
+            model.register_forward_pre_hook(
+                lambda module, args, kwargs, number=number: self._note_inputs(number, (args, kwargs)),
+                with_kwargs=True,
+            )
             for name, module in model.named_modules():
                 key = f"{number}:{name}"
                 module.register_forward_hook(
@@ -383,17 +411,38 @@ class Recorder:
                     gradient = ops.to_full_tensors(parameter.grad)
                     self._gradients[f"{number}:{name}"] = float(gradient.double().norm())
 
-    @torch.no_grad()
+    def _note_inputs(self, number: int, inputs: Any) -> None:
+        for index, leaf in enumerate(torch_private.pytree.tree_leaves(inputs)):
+            if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == self.rows:
+                self._note_rows(f"{INPUT}{number}:{index}", leaf)
+
     def _note_output(self, key: str, output: Any) -> None:
-        num_updates = max((optimizer.num_updates for optimizer in self._observed), default=0)
-        if self.rows is None or self._losses or num_updates != self.options.traced_step - 1:
-            return
         for leaf in torch_private.pytree.tree_leaves(output)[:1]:
             if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.is_floating_point():
-                rows = ops.to_full_tensors(leaf).reshape(leaf.shape[0], -1).double()
-                self._outputs.setdefault(key, []).append(
-                    [rows.shape[1], *rows.square().sum(1).sqrt().tolist()]
-                )
+                self._note_rows(key, leaf)
+
+    @torch.no_grad()
+    def _note_rows(self, key: str, tensor: torch.Tensor) -> None:
+        """Records the size and a projection of each row of a tensor in the step that is traced."""
+        if self.rows is None or self._losses or not self._is_traced():
+            return
+        rows = ops.to_full_tensors(tensor).reshape(tensor.shape[0], -1).double()
+        # A projection differs for permuted entries, too, which have the same norm.
+        direction = torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype).cos()
+        self._outputs.setdefault(key, []).append([rows.shape[1], *(rows @ direction).tolist()])
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the numbers of a parameter group, but for learning rates, which schedules change."""
+    return {
+        name: value
+        for name, value in group.items()
+        if name not in ("params", "lr", "initial_lr", "max_lr", "min_lr")
+        and isinstance(value, (int, float, tuple, list))
+        and all(
+            isinstance(each, (int, float)) for each in (value if isinstance(value, (tuple, list)) else ())
+        )
+    }
 
 
 def _rates_of(optimizer: Any) -> list[float]:

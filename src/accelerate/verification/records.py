@@ -49,6 +49,8 @@ class Step:
         loss: Mean loss of the samples, or None if no loss was recorded.
         norms: Gradient norm on each rank.
         rates: Learning rate of each parameter group.
+        rates_of_ranks: Learning rates on each rank.
+        settings: Other numbers of each parameter group, by their names.
         samples: Samples of each data-parallel group, as texts of loader, pass and index. There are none if a
             replica group has not recorded the step.
         by_index: Whether samples are named by their index in the dataset, and not by a digest.
@@ -59,6 +61,8 @@ class Step:
     loss: float | None
     norms: list[float | None]
     rates: list[float]
+    rates_of_ranks: list[list[float]]
+    settings: list[dict[str, Any]]
     samples: dict[int, list[str]]
     by_index: bool
     positions: list[int]
@@ -76,7 +80,7 @@ class Run:
         is_complete: Whether the weights after the last step were written.
         steps: Steps by optimizer and number.
         batch_norms: Names of batch normalizations that are not synchronized.
-        outputs: Norms of the rows of the outputs of modules by data-parallel group.
+        outputs: Projections of the rows of the inputs and outputs of modules by data-parallel group.
         gradients: Norm of the gradient of each parameter in the step that was traced.
         sizes: Largest size of the gradient of each parameter, relative to the largest one of a step.
     """
@@ -99,10 +103,11 @@ class Finding(NamedTuple):
 
     Attributes:
         step: Step of the first difference, or 0 for the weights.
-        what: "samples", "loss", "gradient norm", "learning rate", "weights" or "buffers".
+        what: "samples", "loss", "gradient norm", "learning rate", "settings", "weights" or "buffers".
         text: The difference in one sentence.
         cause: Likely cause with a fix, or "".
         is_expected: Whether the script asks for the difference, so that it is no fault.
+        optimizer: Number of the optimizer that takes the step.
     """
 
     step: int
@@ -110,6 +115,7 @@ class Finding(NamedTuple):
     text: str
     cause: str = ""
     is_expected: bool = False
+    optimizer: int = 0
 
 
 def read_run(folder: Path) -> Run:
@@ -162,4 +168,7 @@ def _merge(lines: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Step:
             samples[head["group"]] += names
             contents.update(zip(names, digests, strict=False))
     norms = [line["norm"] for _, line in lines]
-    return Step(loss, norms, lines[0][1]["rates"], samples, by_index, lines[0][1]["positions"], contents)
+    first, rates = lines[0][1], [line["rates"] for _, line in lines]
+    return Step(
+        loss, norms, rates[0], rates, first["settings"], samples, by_index, first["positions"], contents
+    )

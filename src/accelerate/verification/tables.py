@@ -11,8 +11,12 @@ from accelerate.verification.records import Finding, Run, Tolerances
 WIDTH = 110  # columns
 
 
-def format_runs(run: Run, reference: Run, findings: Sequence[Finding], tolerances: Tolerances) -> str:
-    """Returns a table of the compared steps, the differences with their causes, and the result."""
+def format_runs(run: Run, reference: Run, findings: Sequence[Finding], num_steps: int) -> str:
+    """Returns a table of the compared steps, the differences with their causes, and the result.
+
+    Args:
+        num_steps: Number of steps that were asked for.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -35,13 +39,16 @@ def format_runs(run: Run, reference: Run, findings: Sequence[Finding], tolerance
     Console(file=buffer, width=WIDTH).print(table)
     lines = [buffer.getvalue().rstrip()]
     for finding in findings:
-        where = f"step {finding.step}: " if finding.step else ""
+        which = f" of optimizer {finding.optimizer}" if has_several else ""
+        where = f"step {finding.step}{which}: " if finding.step else ""
         prefix = "expected: " if finding.is_expected else ""
         lines.append(f"{prefix}{where}{finding.text}.")
         if finding.cause:
             lines.append(f"    {finding.cause}")
+    count = max(number for _, number in run.steps)
+    fewer = f" The script ended before step {num_steps}." if count < num_steps else ""
     lines.append(
-        f"accelerate verify: this launch trains what the reference trains, over {len(run.steps)} steps."
+        f"accelerate verify: this launch trains what the reference trains, over {count} steps.{fewer}"
         if all(finding.is_expected for finding in findings)
         else "accelerate verify: this launch does not train what the reference trains."
     )
