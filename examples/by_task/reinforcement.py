@@ -1,11 +1,11 @@
-"""Train a policy with REINFORCE: each rank plays episodes of its own.
+"""Train a policy with REINFORCE: each rank simulates episodes of its own.
 
     accelerate launch --cpu --num_processes 2 examples/by_task/reinforcement.py
 
-A pole stands on a cart, which is pushed to the left or to the right. A loader yields the seeds of episodes:
-each rank plays others, and their number does not depend on the number of ranks. The mean and the standard
-deviation of the returns are those of all ranks. A rank plays its episodes without gradients first, and then
-computes the loss of all steps in one forward of the prepared model.
+A cart with a pole is pushed to the left or to the right. A loader yields the seeds of episodes: each rank
+simulates others, and their number does not depend on the number of ranks. The mean and the standard
+deviation of the returns are those of all ranks. A rank first simulates its episodes without gradients, and
+then computes the loss of all steps in one forward of the prepared model.
 """
 
 import argparse
@@ -38,18 +38,18 @@ def push(states: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def play(policy: nn.Module, seeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns states, actions and whether the pole stood, each of shape (episodes, steps, ...)."""
-    states, stands = begin(seeds), torch.ones(len(seeds), dtype=torch.bool, device=seeds.device)
+def simulate(policy: nn.Module, seeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns states, actions and whether the pole was upright, each of shape (episodes, steps, ...)."""
+    states, is_upright = begin(seeds), torch.ones(len(seeds), dtype=torch.bool, device=seeds.device)
     steps = []
     for _ in range(NUM_STEPS):
         right = policy(states).softmax(-1)[:, 1]
         actions = (torch.rand(len(states), device=states.device) < right).long()
-        steps.append((states, actions, stands))
+        steps.append((states, actions, is_upright))
         states = push(states, actions)
-        stands = stands & (states[:, 2].abs() < 0.21) & (states[:, 0].abs() < 2.4)
-    states, actions, stood = (torch.stack(parts, 1) for parts in zip(*steps, strict=True))
-    return states, actions, stood
+        is_upright = is_upright & (states[:, 2].abs() < 0.21) & (states[:, 0].abs() < 2.4)
+    states, actions, upright = (torch.stack(parts, 1) for parts in zip(*steps, strict=True))
+    return states, actions, upright
 
 
 def main() -> None:
@@ -66,15 +66,15 @@ def main() -> None:
     set_seed(0, device_specific=True)  # each rank draws other actions
 
     for update, seeds in enumerate(loader):
-        states, actions, stood = play(accelerator.unwrap_model(policy), seeds)
-        lengths = stood.sum(1, keepdim=True)
+        states, actions, upright = simulate(accelerator.unwrap_model(policy), seeds)
+        lengths = upright.sum(1, keepdim=True)
         returns = (
             lengths - torch.arange(NUM_STEPS, device=seeds.device)
-        ) * stood  # steps until the pole falls
-        sums = torch.stack([stood.sum(), returns.sum(), (returns**2).sum()]).double()
+        ) * upright  # steps until the pole falls
+        sums = torch.stack([upright.sum(), returns.sum(), (returns**2).sum()]).double()
         count, total, squares = accelerator.reduce(sums)
         mean = total / count
-        advantages = (returns - mean) / (squares / count - mean**2).sqrt().clamp(min=1e-6) * stood
+        advantages = (returns - mean) / (squares / count - mean**2).sqrt().clamp(min=1e-6) * upright
         chosen = policy(states).log_softmax(-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
         # The mean over ranks of a sum for each rank: the steps of all ranks count equally.
         loss = -(chosen * advantages.float()).sum() * accelerator.num_processes / count.float()
@@ -82,7 +82,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if update % 10 == 9:
-            accelerator.print(f"update {update + 1}: the pole stands for {count / EPISODES:.1f} steps")
+            accelerator.print(f"update {update + 1}: the pole is upright for {count / EPISODES:.1f} steps")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ RUNS = {
     "audio": ("", r"accuracy: (\d\.\d+) of 300 sounds", (0.95, 1.0)),
     "diffusion": ("--num_epochs 8", r"epoch 7: loss (\d\.\d+)\n32 images", (0.0, 0.45)),
     "language_model": ("", r"epoch 1: loss (\d\.\d+)", (0.0, 3.0)),
-    "reinforcement": ("--num_updates 30", r"update 30: the pole stands for (\d+\.\d)", (80.0, 100.0)),
+    "reinforcement": ("--num_updates 30", r"update 30: the pole is upright for (\d+\.\d)", (80.0, 100.0)),
 }
 
 
