@@ -94,6 +94,33 @@ CAUSES: tuple[Cause, ...] = (
         "Freeze or remove them, or pass kwargs_handlers=[DistributedDataParallelKwargs("
         "find_unused_parameters=True)] to Accelerator.",
     ),
+    Cause(
+        r"Watchdog caught collective operation timeout",
+        "A rank did not call the collective within the timeout: it was slow, ended, or called another one.",
+        "See where each rank waits, and let all ranks call the same operations in the same order. If one "
+        "only takes long, pass InitProcessGroupKwargs(timeout=...).",
+    ),
+    Cause(
+        r"too many open files|received 0 items of ancdata",
+        "The process has reached its limit of open files, which tensors of DataLoader workers use, too.",
+        "Raise the limit (ulimit -n), or call torch.multiprocessing.set_sharing_strategy('file_system').",
+    ),
+    Cause(
+        r"insufficient shared memory|killed by signal: Bus error",
+        "DataLoader workers have used up the shared memory.",
+        "Enlarge /dev/shm (docker run --shm-size=8g), or use fewer workers.",
+    ),
+    Cause(
+        r"expected all tensors to be on the same device",
+        "The script has created or kept a tensor on another device than the model.",
+        "Create it with device=accelerator.device, or move it with .to(accelerator.device). Prepared loaders "
+        "move their batches.",
+    ),
+    Cause(
+        r"device-side assert triggered",
+        "An index is out of range in a kernel, such as a label or a token that the model does not have.",
+        "Run the script on the CPU, or with CUDA_LAUNCH_BLOCKING=1, where the error has the line.",
+    ),
 )
 """Causes in the order in which their patterns are tried."""
 

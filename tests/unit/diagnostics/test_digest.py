@@ -99,6 +99,24 @@ def test_logs_are_named() -> None:
             "DistBackendError",
             "lost their connections",
         ),
+        (
+            "torch.distributed.DistBackendError: [Rank 1] Watchdog caught collective operation timeout: x",
+            "DistBackendError",
+            "within the timeout",
+        ),
+        ("OSError: [Errno 24] Too many open files", "OSError", "limit of open files"),
+        ("RuntimeError: received 0 items of ancdata", "RuntimeError", "limit of open files"),
+        (
+            "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error.",
+            "RuntimeError",
+            "shared memory",
+        ),
+        (
+            "RuntimeError: Expected all tensors to be on the same device, but found two",
+            "RuntimeError",
+            "another device",
+        ),
+        ("RuntimeError: CUDA error: device-side assert triggered", "RuntimeError", "out of range"),
         ("RuntimeError: Cannot re-initialize CUDA in forked subprocess.", "RuntimeError", "before it forked"),
         ("Hang: rank 0 waits; rank 1 is in Connection refused", "Hang", "Ranks wait"),
     ],
@@ -129,7 +147,7 @@ def test_a_hang_that_was_reported_before_is_in_the_digest(tmp_path: Path) -> Non
 
 
 def test_every_cause_has_a_row_above() -> None:
-    assert len(CAUSES) == 7
+    assert len(CAUSES) == 12
 
 
 @pytest.mark.parametrize("message", ["rank 1 did not come: timed out", "shapes differ: size mismatch"])
