@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -481,6 +482,41 @@ def train_compiled(version: int, by_region: bool) -> None:
 @pytest.mark.parametrize("version", [1, 2])
 def test_compiled_models(run: Run, version: int, by_region: bool) -> None:
     run(train_compiled, version, by_region, timeout=120)
+
+
+class Residual(nn.Module):
+    """Changes outputs of units in place, which are views for inputs with three dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            y += x
+            x = y
+        output: torch.Tensor = self.layers[0](x)
+        return output
+
+
+def train_in_place(version: int) -> None:
+    torch.manual_seed(0)
+    alone, x = Residual(), torch.randn(2, 3, 4)
+    accelerator = Accelerator(fsdp_plugin=plugin_of(version, transformer_cls_names_to_wrap=["Linear"]))
+    model = accelerator.prepare(copy.deepcopy(alone))
+    norms = []
+    for each in (alone, model):
+        y = each(x)
+        y /= 2
+        accelerator.backward(y.square().mean())
+        norms.append(float(accelerator.clip_grad_norm_(each.parameters(), 1e9)))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_outputs_of_units_may_change_in_place(run: Run, version: int) -> None:
+    run(train_in_place, version)
 
 
 def replace_the_public_function() -> list[str]:

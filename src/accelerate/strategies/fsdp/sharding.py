@@ -31,6 +31,7 @@ from accelerate.strategies.fsdp.parameters import (
     named_parameters,
 )
 from accelerate.strategies.recomputation import recompute
+from accelerate.strategies.views import shard_unit
 
 if TYPE_CHECKING:
     from accelerate.strategies.axes import ExpertMeshes
@@ -149,7 +150,7 @@ def _shard(
     experts: set[nn.Module],
 ) -> None:
     """Calls `fully_shard` for the units and the model."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     plugin = accelerator.state.fsdp_plugin
     mesh, mesh_of_experts = _sharding_meshes(accelerator)
@@ -164,7 +165,7 @@ def _shard(
     )
     wrappers = outermost_wrappers(model)
     for unit in units:
-        fully_shard(
+        shard_unit(
             wrappers.get(unit, unit),
             mesh=mesh_of_experts if unit in experts else mesh,
             mp_policy=float32_policy if unit in in_float32 else policy,
@@ -176,7 +177,7 @@ def _shard(
         policy = dataclasses.replace(policy, output_dtype=torch.float32)
     # The backward begins with the outermost unit, so it is not freed after forward: None is this default.
     reshard = None if plugin.reshard_after_forward else False
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, **options)
+    shard_unit(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, **options)
     apply_to_shards(model)
 
 

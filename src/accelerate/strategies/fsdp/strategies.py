@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from accelerate import torch_private
@@ -64,6 +64,7 @@ from accelerate.strategies.matrix_states import gather_owned_states, local_state
 from accelerate.strategies.replicas import ALL_RANKS, ReplicaCheck, watch_replicas
 from accelerate.strategies.request import Context
 from accelerate.strategies.state import Fill, GatheredOptimizer, StrategyState, WholeWeights
+from accelerate.strategies.views import shard_unit
 
 
 class FsdpState(StrategyState):
@@ -360,7 +361,7 @@ class ReplicatedTensorParallel(TensorParallel):
         units = split_by_dtype(model, [], set())
         model = TensorAxis(mesh).transform_model(model)
         for unit in (*units, model):
-            fully_shard(unit, mesh=mesh["replicate", "shard"], reshard_after_forward=False)
+            shard_unit(unit, mesh=mesh["replicate", "shard"], reshard_after_forward=False)
         apply_to_shards(model)
         return model
 
@@ -376,7 +377,7 @@ class ReplicatedTensorParallel(TensorParallel):
             shard_experts(module, meshes.experts, meshes.copies, meshes.scale)
         for unit in (*units, model):
             mesh = meshes.experts if unit in experts else meshes.others
-            fully_shard(unit, mesh=mesh[FSDP_DIMENSIONS], reshard_after_forward=False)
+            shard_unit(unit, mesh=mesh[FSDP_DIMENSIONS], reshard_after_forward=False)
         apply_to_shards(model)
         return model
 

@@ -44,6 +44,7 @@ from accelerate.strategies.fsdp.strategies import FsdpState, Sharded
 from accelerate.strategies.recomputation import recompute
 from accelerate.strategies.request import Context
 from accelerate.strategies.state import Fill, WholeWeights
+from accelerate.strategies.views import return_no_views
 
 logger = get_logger(__name__)
 
@@ -233,6 +234,8 @@ class Fsdp1(Sharded):
             initialize = initialize or (lambda m: m.to_empty(device=device, recurse=False))
             initialize = ensure_weights_retied(initialize, model, device)
         ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
+        for unit in dict.fromkeys([*units, model]):
+            return_no_views(unit)
         return FSDP(
             model,
             auto_wrap_policy=CustomPolicy(lambda module: chosen.get(id(module), False)) if units else None,

@@ -34,6 +34,7 @@ from accelerate.strategies.pipeline.tracing import (
     tensors_in,
     to_zeros,
 )
+from accelerate.strategies.views import identical, without_views
 
 _OWNER = "_pipeline_of_submodule"
 """Attribute of submodules and of the model, with the function that replaces their `__call__`."""
@@ -138,24 +139,6 @@ def _set_values(replaced: Sequence[Any], received: Sequence[Tensor]) -> None:
             old.requires_grad_()
 
 
-class _Identity(torch.autograd.Function):
-    """Identity whose output may change in place."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
-def _identical(tensor: Tensor) -> Tensor:
-    """Returns a tensor as one that is neither a view nor a leaf of the graph of autograd."""
-    identity: Callable[[Tensor], Tensor] = _Identity.apply
-    return identity(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor
-
-
 class ReceivedTensors(TorchFunctionMode):
     """Context in which functions of torch get the tensors that a stage has received."""
 
@@ -188,11 +171,11 @@ class StageEnd(Exception):
                 )
         # FSDP may compute in another dtype than that of the weights in the trace. Schedules detach outputs in
         # place, which views do not allow.
-        sent = (
+        sent = [
             tensor.to(spec.dtype).contiguous()
             for tensor, spec in zip(self.tensors, self.boundary.specs, strict=True)
-        )
-        return tuple(_identical(tensor) if torch_private.is_view(tensor) else tensor for tensor in sent)
+        ]
+        return tuple(without_views(sent))
 
 
 class PipelineModel:
@@ -349,7 +332,7 @@ class PipelineModel:
     ) -> Any:
         """Returns the outputs of the model on the last stage, and on others the tensors to send."""
         # Code of the model may change a received tensor in place, which a leaf does not allow.
-        self._run = run = StageRun(stage, trace, [_identical(tensor) for tensor in received])
+        self._run = run = StageRun(stage, trace, [identical(tensor) for tensor in received])
         try:
             with ReceivedTensors(run) if trace.uses_received else nullcontext():
                 outputs = self.forward(args, kwargs)
