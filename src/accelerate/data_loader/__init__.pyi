@@ -41,6 +41,7 @@ from accelerate.data_loader.global_batches import (
     GlobalBatch as GlobalBatch,
     GlobalBatchBuilder as GlobalBatchBuilder,
 )
+from accelerate.data_loader.index_order import synchronize_order as synchronize_order
 from accelerate.data_loader.iterable_shard import IterableDatasetShard as IterableDatasetShard
 from accelerate.data_loader.joining import DatasetJoin as DatasetJoin
 from accelerate.data_loader.last_batch import (

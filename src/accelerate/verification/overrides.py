@@ -21,7 +21,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accelerate import data_loader, torch_private
 from accelerate.accelerator import Accelerator, Accumulation, ItemWeighting
 from accelerate.base import ConfigurationError, environ
-from accelerate.data_loader.index_order import synchronize_order
 from accelerate.plugins import ActivationCheckpointing, DataLoaderConfiguration, ProjectConfiguration
 from accelerate.recovery import Recovery, RecoveryLoader
 from accelerate.state import services
@@ -236,7 +235,7 @@ def _enlarge_batches(recorder: Recorder) -> None:
     def order(original: Any) -> Any:
         def shard_order(loader: Any, index_sampler: Any, plan: Any, num_processes: int) -> Any:
             if num_processes == 1:  # samplers draw their order as on several ranks
-                index_sampler, _ = synchronize_order(loader, index_sampler, num_processes)
+                index_sampler, _ = data_loader.synchronize_order(loader, index_sampler, num_processes)
             return original(loader, index_sampler, plan, num_processes)
 
         return shard_order
