@@ -334,6 +334,82 @@ def one_layout_computes_in_bfloat16() -> None:
     train(loss_of=loss_of)
 
 
+@fault("loss", "No batch of a prepared loader")
+def the_loader_is_not_prepared() -> None:
+    accelerator, model = Accelerator(), network()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for batch in DataLoader(samples(400), batch_size=BATCH):
+        accelerator.backward(cross_entropy(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@fault("settings", "weight_decay of the optimizer is 0.2, and 0.1")
+def weight_decay_depends_on_the_number_of_processes() -> None:
+    accelerator, model = Accelerator(), network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1 * accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples(), batch_size=BATCH))
+    for batch in loader:
+        accelerator.backward(cross_entropy(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@fault("loss", "other inputs than in the reference for the same samples")
+def an_augmentation_depends_on_the_rank() -> None:
+    def loss_of(model: Any, batch: Any) -> Tensor:
+        rows = batch[0].roll(PartialState().process_index, dims=1)
+        return F.cross_entropy(model(rows), batch[1])
+
+    train(loss_of=loss_of)
+
+
+@fault("loss", "pad their batches to other lengths")
+def the_loss_is_a_mean_over_tokens_of_padded_batches() -> None:
+    def collate(rows: list[Tensor]) -> Tensor:
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
+
+    def loss_of(model: Any, ids: Tensor) -> Tensor:
+        return F.cross_entropy(model(ids.clamp(min=0)).flatten(0, 1), ids.flatten())
+
+    rows = [torch.arange(2 + index % 5) % 12 for index in range(64)]
+    model = nn.Sequential(nn.Embedding(12, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 12))
+    loader: Any = DataLoader(rows, batch_size=BATCH, collate_fn=collate)  # type: ignore[arg-type]
+    train(model=model, loss_of=loss_of, loader=loader)
+
+
+@fault("error", "a change on some ranks only")
+def gradients_are_changed_on_one_rank() -> None:
+    def halve(accelerator: Accelerator, model: Any, optimizer: Any) -> None:
+        if accelerator.num_processes > 1 and accelerator.is_main_process:
+            for parameter in model.parameters():
+                parameter.grad *= 0.5
+
+    train(before_step=halve)
+
+
+@fault("error", "its learning rates were")
+def a_schedule_uses_the_loss_of_one_rank() -> None:
+    def lower(accelerator: Accelerator, model: Any, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + accelerator.process_index)
+
+    train(after_step=lower)
+
+
+@fault("gradient norm", "gather() passes no gradients")
+def the_loss_uses_gathered_outputs() -> None:
+    accelerator = Accelerator()
+
+    def loss_of(model: Any, batch: Any) -> Tensor:
+        outputs = model(batch[0])
+        everyone = list(accelerator.gather(outputs.detach()).split(len(outputs)))
+        everyone[accelerator.process_index] = outputs
+        return F.cross_entropy(torch.cat(everyone), accelerator.gather(batch[1]))
+
+    train(accelerator, loss_of=loss_of)
+
+
 @fault("steps")
 def one_layout_stops_earlier() -> None:
     accelerator, model = Accelerator(), network()

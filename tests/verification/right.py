@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import ProjectConfiguration
@@ -329,6 +337,81 @@ def closure() -> None:
             return loss
 
         optimizer.step(compute)
+
+
+@program
+def policy_gradient() -> None:
+    def loss_of(policy: Any, batch: Any) -> Tensor:
+        actions = torch.distributions.Categorical(logits=policy(batch[0]))
+        chosen = actions.sample()
+        return -(actions.log_prob(chosen) * (chosen == batch[1])).mean()
+
+    train(Accelerator(), network(), loss_of=loss_of)
+
+
+@program
+def mixed_samples() -> None:
+    def loss_of(model: Any, batch: Any) -> Tensor:
+        rows, labels = batch
+        order = torch.randperm(len(rows))
+        part = torch.distributions.Beta(0.5, 0.5).sample((len(rows), 1))
+        outputs = model(part * rows + (1 - part) * rows[order])
+        first, second = (F.cross_entropy(outputs, each, reduction="none") for each in (labels, labels[order]))
+        return (part[:, 0] * first + (1 - part[:, 0]) * second).mean()
+
+    train(Accelerator(), network(), loss_of=loss_of)
+
+
+@program
+def weighted_sampler() -> None:
+    sampler = WeightedRandomSampler([1.0 + index % 3 for index in range(SAMPLES)], SAMPLES)
+    train(Accelerator(), network(), loader=DataLoader(samples(), batch_size=BATCH, sampler=sampler))
+
+
+@program
+def distilled() -> None:
+    teacher = network().eval().requires_grad_(False)
+
+    def loss_of(model: Any, batch: Any) -> Tensor:
+        targets = teacher(batch[0]).softmax(-1)
+        return F.kl_div(model(batch[0]).log_softmax(-1), targets, reduction="batchmean")
+
+    train(Accelerator(), network(), loss_of=loss_of)
+
+
+@program
+def stopped_early() -> None:
+    accelerator = Accelerator()
+    model, loader = network(), DataLoader(samples(), batch_size=BATCH, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+    for number, (rows, labels) in enumerate(accelerator.skip_first_batches(loader, 1)):
+        loss = F.cross_entropy(model(rows), labels)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 3 and accelerator.is_main_process:
+            accelerator.set_trigger()
+        if accelerator.check_trigger():
+            break
+
+
+@program
+def synchronized_by_hand() -> None:
+    accelerator = Accelerator()
+    model, loader = network(), DataLoader(samples(48), batch_size=BATCH, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.Adam(model.parameters()), loader)
+    for number, (rows, labels) in enumerate(loader):
+        with accelerator.no_sync(model) if number % 2 == 0 else nullcontext():
+            accelerator.backward(F.cross_entropy(model(rows), labels) / 2)
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@program
+def one_training_after_another() -> None:
+    for _ in range(2):
+        train(Accelerator(), network(), loader=DataLoader(samples(16), batch_size=BATCH), epochs=1)
 
 
 @program

@@ -32,6 +32,7 @@ LAYOUTS = [
     ("plain", "--num_processes 2 --mixed_precision fp16"),
     ("transformer", "--num_processes 2 --dynamo_backend eager"),
     ("experts", f"--num_processes 2 {AXES}_ep_size 2"),
+    *(("plain", f"--num_processes 2 --use_deepspeed --zero_stage {stage}") for stage in (1, 2, 3)),
 ]
 LIBRARIES = {
     "transformer": "transformers",
@@ -84,6 +85,8 @@ def test_right_programs_have_no_difference(tmp_path: Path, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "flags"), LAYOUTS)
 def test_right_layouts_have_no_difference(tmp_path: Path, name: str, flags: str) -> None:
+    if "--use_deepspeed" in flags:
+        pytest.importorskip("deepspeed")
     check_right(tmp_path, name, flags.split())
 
 
@@ -122,6 +125,11 @@ def test_replica_groups_have_no_difference(
         (["--steps", "x"], "print(1)", "invalid int value"),
         (["--no_python"], "print(1)", "only Python scripts and modules are recorded"),
         (["--json", "absent/result.json"], "print(1)", "cannot be written: No such file or directory"),
+        (["--json", "."], "print(1)", "--json . is a folder"),
+        (["--tolerance", "nan"], "print(1)", "--tolerance=nan: it is a factor above 0"),
+        (["--against", "--num_processes 'x"], "print(1)", "No closing quotation"),
+        (["--against", "nonsense"], "print(1)", "'nonsense' is no flag of accelerate launch"),
+        (["--against", "--nonsense 3"], "print(1)", "--nonsense"),
     ],
 )
 def test_wrong_use_has_one_error(tmp_path: Path, flags: list[str], text: str, message: str) -> None:
