@@ -68,8 +68,15 @@ def check_fault(folder: Path, name: str) -> None:
     assert fault.cause in finding["text"] + finding["cause"]
 
 
-def test_a_right_program_has_no_difference(tmp_path: Path) -> None:
-    check_right(tmp_path, "diffusion", ["--num_processes", "2"])
+def test_a_right_program_has_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, states = tmp_path / "folder", tmp_path / "states"
+    folder.mkdir()
+    monkeypatch.setenv("XDG_STATE_HOME", str(states))
+    check_right(folder, "diffusion", ["--num_processes", "2", "--report", str(tmp_path / "page.html")])
+    assert not states.exists()
+    page = (tmp_path / "page.html").read_text()
+    assert "this launch" in page
+    assert "the reference" in page
 
 
 def test_a_fault_is_found(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from accelerate.commands.launch import (
 )
 from accelerate.commands.utils import entry_point, make_parser
 from accelerate.launch import LAUNCH_COMMAND, Target, choose_cpu_or_devices
+from accelerate.monitoring import RECORDS_VARIABLE
 from accelerate.settings import CustomArgumentParser, CustomHelpFormatter, Settings
 from accelerate.settings.sections import LaunchSection
 from accelerate.verification import ENTRY, Options, Run
@@ -38,7 +39,7 @@ DESCRIPTION = (
     "step, and compares samples, losses, gradient norms, learning rates and weights. Flags are those of "
     "accelerate launch."
 )
-OWN = {"--steps": 1, "--against": 1, "--json": 1, "--keep_dropout": 0, "--tolerance": 1}
+OWN = {"--steps": 1, "--against": 1, "--json": 1, "--report": 1, "--keep_dropout": 0, "--tolerance": 1}
 """Options of this command with the number of their values."""
 OFFLINE = {
     "WANDB_MODE": "disabled",
@@ -49,6 +50,8 @@ OFFLINE = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
 """Variables that turn off the network of trackers that the script uses itself."""
+RECORDS = "records"
+"""Folder of the records of a run in its folder."""
 SCRUBBED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 """Prefixes of variables that choose a layout, which the reference does not have."""
 KEPT = ("ACCELERATE_TORCH_DEVICE",)
@@ -72,7 +75,8 @@ def verify_command(args: argparse.Namespace) -> None:
     if args.tolerance is not None and not 0 < args.tolerance < math.inf:
         raise wrong_value("--tolerance", args.tolerance, "it is a factor above 0", "Pass a number such as 2")
     check_script(Target.of(args))
-    _check_writable(args.json)
+    _check_writable("--json", args.json)
+    _check_writable("--report", args.report)
     against = None if args.against is None else _parse_against(args)
     target = [args.training_script, *args.training_script_args]
     flags = without_own(args.words[: len(args.words) - len(target)])
@@ -104,8 +108,19 @@ def verify_command(args: argparse.Namespace) -> None:
         if args.json is not None:
             content = verification.as_json(run, reference, findings, tolerances)
             Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if args.report is not None:
+            _write_report(Path(args.report), run, reference)
         if any(not finding.is_expected for finding in findings):
             sys.exit(1)
+
+
+def _write_report(path: Path, run: Run, reference: Run) -> None:
+    """Writes the page of `accelerate report` about both runs."""
+    from accelerate.report import read_run, write_page
+
+    pairs = [(run, "this launch"), (reference, "the reference")]
+    page = write_page([read_run(each.folder / RECORDS, name) for each, name in pairs])
+    path.write_text(page, encoding="utf-8", errors="replace")
 
 
 def _parse_against(args: argparse.Namespace) -> list[str]:
@@ -123,16 +138,16 @@ def _parse_against(args: argparse.Namespace) -> list[str]:
     return words
 
 
-def _check_writable(path: str | None) -> None:
-    """Raises an error before the runs if the file of the result cannot be written."""
+def _check_writable(option: str, path: str | None) -> None:
+    """Raises an error before the runs if a file of the result cannot be written."""
     if path is None:
         return
     if Path(path).is_dir():
-        raise ConfigurationError(f"--json {path} is a folder. Name a file in it.")
+        raise ConfigurationError(f"{option} {path} is a folder. Name a file in it.")
     try:
         Path(path).touch()
     except OSError as error:
-        raise ConfigurationError(f"--json {path} cannot be written: {error.strerror}.") from error
+        raise ConfigurationError(f"{option} {path} cannot be written: {error.strerror}.") from error
 
 
 def without_own(words: Sequence[str]) -> list[str]:
@@ -197,6 +212,7 @@ def _run(title: str, flags: Sequence[str], target: Sequence[str], options: Optio
         **_environment(options.is_reference),
         **OFFLINE,
         "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri(),
+        RECORDS_VARIABLE: str(folder / RECORDS),
         environ.PARENT: str(os.getpid()),
         **options.as_variables(),
     }
@@ -269,6 +285,7 @@ def verify_command_parser(subparsers: Any = None) -> CustomArgumentParser:
         'process, such as "--num_processes 2".',
     )
     add("--json", metavar="FILE", help="File for the result as JSON.")
+    add("--report", metavar="FILE", help="File for the page of accelerate report about both runs.")
     add("--keep_dropout", action="store_true", help="Apply dropout, whose masks then differ.")
     add(
         "--tolerance",
