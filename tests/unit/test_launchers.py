@@ -239,3 +239,9 @@ def test_gpus_without_p2p_disable_it_in_nccl(
     notebook_launcher(print)
     environment = elastic[0][0].environment()
     assert (environment["NCCL_P2P_DISABLE"], environment["NCCL_IB_DISABLE"]) == ("1", "1")
+
+
+def test_the_default_port_is_a_free_one_on_one_node() -> None:
+    assert notebook._free_port(29500, 1) != 29500
+    assert notebook._free_port(29511, 1) == 29511
+    assert notebook._free_port(29500, 2) == 29500

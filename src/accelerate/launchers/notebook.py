@@ -72,7 +72,8 @@ def notebook_launcher(
         args: Its arguments.
         num_processes: Number of processes on this node. Default: one for each device, or one on the CPU.
         mixed_precision: "no", "fp16", "bf16" or "fp8".
-        use_port: Port of the rendezvous. With one node, a port that is in use is replaced by a free one.
+        use_port: Port of the rendezvous. With one node, the default and a port that is in use are replaced by
+            a free one.
         master_addr: Address of node 0.
         node_rank: Rank of this node.
         num_nodes: Number of nodes.
@@ -228,7 +229,9 @@ def _check_notebook(backend: DeviceBackend) -> None:
 
 
 def _free_port(port: int, machines: int) -> int:
-    if port == 0 or (machines == 1 and launch.is_port_in_use(port)):
+    # Several notebooks may start at once, and rank 0 opens the port seconds after this check.
+    is_default = port in (0, launch.DEFAULT_PORT)
+    if port == 0 or (machines == 1 and (is_default or launch.is_port_in_use(port))):
         return launch.get_free_port()
     return port
 
