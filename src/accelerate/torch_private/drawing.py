@@ -182,10 +182,9 @@ def _by_parameters(batch: Batch, original: Any, factory: Any) -> Any:
             has_part = isinstance(value, Tensor) and value.shape[:1] == parameters.shape[:1]
             return value[index : index + 1] if has_part else value
 
+        # Each row has a generator of its own, because a rank does not know the parameters of the others.
         drawn = []
-        for index in range(
-            count
-        ):  # each from a generator of its own, because ranks know their parameters only
+        for index in range(count):
             generator = torch.Generator(parameters.device).manual_seed(seed + batch.group * count + index)
             own = {name: part(value, index) for name, value in kwargs.items() if name != "generator"}
             drawn.append(original(*(part(value, index) for value in args), **own, generator=generator))

@@ -169,7 +169,7 @@ class _Reader:
 
     def _names_of(self, path: Path) -> list[str]:
         """Returns the names of modules in an attribute that is a list of names."""
-        value = getattr(self._module, path[0], None) if len(path) == 1 else None
+        value = vars(self._module).get(path[0]) if len(path) == 1 else None
         names = value if isinstance(value, (list, tuple)) else []
         return [name for name in names if isinstance(name, str) and name in self._module._modules]
 
