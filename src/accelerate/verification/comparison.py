@@ -84,7 +84,10 @@ def _explain_outputs(run: Run, reference: Run, tolerances: Tolerances, *, is_los
     own = _joined(run.outputs)
     num_compared, has_other_sizes = 0, False
     for name, (widths, rows) in expected.items():
-        if name not in own or own[name][0] != widths or len(own[name][1]) != len(rows):
+        num_rows = len(own[name][1]) if name in own else 0
+        if num_rows != len(rows) and name in own and name.startswith(INPUT):
+            return f"The model gets {num_rows} rows in this step, and {len(rows)} in the reference."
+        if num_rows != len(rows) or own[name][0] != widths:
             has_other_sizes = has_other_sizes or name in own
             continue
         num_compared += not name.startswith(INPUT)

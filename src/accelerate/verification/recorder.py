@@ -412,8 +412,9 @@ class Recorder:
                     self._gradients[f"{number}:{name}"] = float(gradient.double().norm())
 
     def _note_inputs(self, number: int, inputs: Any) -> None:
-        for index, leaf in enumerate(torch_private.pytree.tree_leaves(inputs)):
-            if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == self.rows:
+        leaves = [leaf for leaf in torch_private.pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        for index, leaf in enumerate(leaves):
+            if leaf.ndim and (index == 0 or leaf.shape[0] == self.rows):
                 self._note_rows(f"{INPUT}{number}:{index}", leaf)
 
     def _note_output(self, key: str, output: Any) -> None:
