@@ -50,7 +50,7 @@ for epoch in range(2):
         time.sleep(float(os.environ.get("PAUSE", "0")))
 others = {f"second.{name}": value for name, value in accelerator.get_state_dict(second).items()}
 state = {**accelerator.get_state_dict(first), **others}
-if accelerator.process_index == 0:
+if accelerator.process_index == 0 and number:  # a group that starts again after the last step has none
     torch.save(state, folder / f"end-{replica}.pt")
 """
 
@@ -88,5 +88,6 @@ def test_a_loop_has_the_weights_of_a_run_without_failures(tmp_path: Path, order:
         return
     assert code == 0, err
     assert "and is started again" in err
+    assert found
     for state in found:
         torch.testing.assert_close(state, expected[0], atol=1e-9, rtol=1e-9)
