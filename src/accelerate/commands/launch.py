@@ -7,6 +7,7 @@ plan and contains the launchers.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import signal
@@ -196,10 +197,11 @@ def launch_command(args: argparse.Namespace) -> None:
 
 def check_script(target: Target) -> None:
     """Raises an error if a script does not exist, or is a folder that Python cannot run."""
-    path = Path(target.name)
-    if target.kind != "script" or path.is_file() or (path / "__main__.py").exists():
+    is_folder = os.path.isdir(target.name)
+    path = os.path.join(target.name, "__main__.py") if is_folder else target.name
+    if target.kind != "script" or os.path.exists(path):
         return
-    if path.is_dir():
+    if is_folder:
         raise ConfigurationError(
             f"{shown(target.name)} is a folder without __main__.py. Name a script in it."
         )

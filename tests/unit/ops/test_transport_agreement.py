@@ -62,8 +62,8 @@ def test_rank_0_waits_until_the_others_have_read_the_decision(ranks: list[StoreC
     order = []
 
     class Late(StoreChannel):
-        def wait(self, names: Sequence[str], timeout: float) -> dict[str, Any]:
-            found = super().wait(names, timeout)
+        def wait(self, names: Sequence[str], timeout: float, find_lost: Any = list) -> dict[str, Any]:
+            found = super().wait(names, timeout, find_lost)
             if names[0].endswith("decision"):
                 time.sleep(0.2)
                 order.append("read")
