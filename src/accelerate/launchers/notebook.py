@@ -230,8 +230,7 @@ def _check_notebook(backend: DeviceBackend) -> None:
 
 def _free_port(port: int, machines: int) -> int:
     # Several notebooks may start at once, and rank 0 opens the port seconds after this check.
-    is_default = port in (0, launch.DEFAULT_PORT)
-    if port == 0 or (machines == 1 and (is_default or launch.is_port_in_use(port))):
+    if port == 0 or (machines == 1 and (port == launch.DEFAULT_PORT or launch.is_port_in_use(port))):
         return launch.get_free_port()
     return port
 

@@ -358,9 +358,14 @@ class StoreConsensus(Consensus):
         if not ended:
             return StateError(self._format_absence(operation, absent, timeout))
         which = ", ".join(map(str, ended))
+        subject = (
+            f"processes {which} of other nodes have"
+            if len(ended) > 1
+            else f"process {which} of another node has"
+        )
         return StateError(
-            f"`{operation}` was not completed: {'processes' if len(ended) > 1 else 'process'} {which} of "
-            "another node has ended, or its machine does not answer. See the output there."
+            f"`{operation}` was not completed: {subject} ended, or its machine does not answer. See the "
+            "output there."
         )
 
     def close(self, waits: bool = True) -> None:

@@ -63,14 +63,17 @@ def connect_nodes(topology: Topology) -> None:
     """
     if topology.local_size == topology.size or services.find(Connections) is not None:
         return
-    channel = process_group.connect_channel("connections", timedelta(seconds=TIMEOUT))
-    if channel is None:
+    try:
+        channel = process_group.connect_channel("connections", timedelta(seconds=TIMEOUT))
+        if channel is None:
+            return
+        if topology.rank == 0:
+            sockets = _accept(topology, channel)
+        else:
+            address = channel.wait(["address"], TIMEOUT)["address"]
+            sockets = {} if address is None or address[0] == topology.node else _connect(topology, address)
+    except RuntimeError:  # the watchdog, which connects to the store next, warns of it
         return
-    if topology.rank == 0:
-        sockets = _accept(topology, channel)
-    else:
-        address = channel.wait(["address"], TIMEOUT)["address"]
-        sockets = {} if address is None or address[0] == topology.node else _connect(topology, address)
     connections = Connections(sockets)
     services.put(Connections, connections, uses_group=True, end=connections.close)
 
@@ -96,6 +99,8 @@ def _accept(topology: Topology, channel: StoreChannel) -> dict[int, socket.socke
                 if received == token:
                     connected.sendall(token.encode())
                     sockets[int(rank)] = connected
+                    continue
+            connected.close()
     return sockets
 
 
