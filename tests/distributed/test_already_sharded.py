@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -202,26 +201,6 @@ def test_settings_of_already_sharded_loaders(run: Run) -> None:
         assert split == (mine, 5, 2, 10, 2)  # batches of one sample on each rank
 
 
-class SamplerByRank(Sampler[int]):
-    """Reads the rank in its code only."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(dist.get_rank(), 10, dist.get_world_size()))
-
-    def __len__(self) -> int:
-        return 5
-
-
-class NamesRankSampler(Sampler[int]):
-    """Names the rank, and yields one order on all ranks."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(10).tolist() if dist.get_rank() >= 0 else [])
-
-    def __len__(self) -> int:
-        return 10
-
-
 def message_of(error: type[Exception], loader: DataLoader[Any], **config: Any) -> str:
     with pytest.raises(error) as caught:
         read(loader, **config)
@@ -240,9 +219,6 @@ def prepare_loaders_that_do_not_fit() -> list[str]:
         message_of(ConfigurationError, with_ranks(2, 0)),
         message_of(ConfigurationError, torch_loader(), dispatch_batches=True),
         message_of(ConfigurationError, DataLoader(data(8), batch_sampler=growing), split_batches=True),  # type: ignore[arg-type]
-        message_of(
-            ConfigurationError, DataLoader(data(10), 2, sampler=SamplerByRank()), dispatch_batches=True
-        ),
     ]
 
 
@@ -254,16 +230,6 @@ def test_ranks_that_do_not_fit_and_contradicting_settings_raise_one_error(run: R
     assert first[1] == second[1]  # of the rank that does not fit, on all ranks
     assert "dispatch_batches=True" in first[2]
     assert "split_batches=True" in first[3]
-    assert "SamplerByRank, which reads its rank" in first[4]
-
-
-def dispatch_a_sampler_that_names_the_rank() -> list[int]:
-    return read(DataLoader(data(10), 2, sampler=NamesRankSampler()), dispatch_batches=True)[0]
-
-
-def test_a_sampler_that_names_the_rank_and_yields_one_order_is_dispatched(run: Run) -> None:
-    first, second = run(dispatch_a_sampler_that_names_the_rank)
-    assert sorted({*first, *second}) == list(range(10))
 
 
 def decide_explicitly() -> list[Any]:
@@ -418,23 +384,6 @@ class ByProcessGroup(Stream):
         return iter(range(dist.get_rank(), 13, dist.get_world_size()))
 
 
-class ByState(Stream):
-    def __init__(self) -> None:
-        self.accelerator = Accelerator()
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(self.accelerator.process_index, 13, self.accelerator.num_processes)
-
-
-def rank_of_environment() -> int:
-    return int(os.environ["RANK"])
-
-
-class ByEnvironment(Stream):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(rank_of_environment(), 13, int(os.environ["WORLD_SIZE"])))
-
-
 class Around(Stream):
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -451,13 +400,6 @@ class NamesItsRank(Stream):
         return super().__iter__()
 
 
-class OnRank0(Stream):
-    """Has samples on rank 0 only."""
-
-    def __iter__(self) -> Iterator[int]:
-        return super().__iter__() if dist.get_rank() == 0 else iter(())
-
-
 class ByWorker(Stream):
     def __iter__(self) -> Iterator[int]:
         worker = get_worker_info()
@@ -469,20 +411,6 @@ class Augmented(Stream):
         return (index + 100 * int(torch.randint(1, 9, ())) for index in range(13))
 
 
-class Once(Stream):
-    """Can be read one time, and cannot be copied."""
-
-    def __init__(self) -> None:
-        self.samples = iter(index for index in range(dist.get_rank(), 13, dist.get_world_size()))
-
-    def __iter__(self) -> Iterator[int]:
-        return self.samples
-
-
-RANK_AWARE = (ByAttributes, ByProcessGroup, ByState, ByEnvironment)
-OTHERS = (Stream, NamesItsRank, OnRank0, ByWorker)
-
-
 def gather(dataset: Any, workers: int = 0, **config: Any) -> tuple[str, list[int]]:
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**config))
     loader = accelerator.prepare(DataLoader(dataset, 2, num_workers=workers))
@@ -492,44 +420,22 @@ def gather(dataset: Any, workers: int = 0, **config: Any) -> tuple[str, list[int
 
 
 def read_streams() -> Any:
-    aware = [gather(kind(), **config) for kind in RANK_AWARE for config in ({}, {"dispatch_batches": False})]
-    aware += [
-        gather(ByEnvironment(), workers=1),
-        gather(Around(ByProcessGroup())),
+    aware = [
+        gather(ByAttributes()),
+        gather(ByAttributes(), dispatch_batches=False),
         gather(Around(ByAttributes())),
+        gather(ByProcessGroup(), already_sharded=True),
     ]
-    others = [gather(kind()) for kind in OTHERS] + [gather(ByWorker(), workers=2)]
+    others = [gather(Stream()), gather(NamesItsRank()), gather(ByWorker()), gather(ByWorker(), workers=2)]
     sharded = gather(NamesItsRank(), dispatch_batches=False)
     return aware, others, sharded
 
 
-def test_iterable_datasets_that_read_the_rank_are_read_whole(run: Run) -> None:
+def test_iterable_datasets_of_a_rank_are_read_whole(run: Run) -> None:
     for aware, others, sharded in run(read_streams):
         assert aware == [("dataset_shards", list(range(13)))] * len(aware)
         assert others == [("dispatch", list(range(13)))] * len(others)
         assert sharded == ("shard", list(range(13)))
-
-
-class Drawing(ByProcessGroup):
-    """Draws random numbers, and counts its passes."""
-
-    passes = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.passes += 1
-        torch.rand(3)
-        return super().__iter__()
-
-
-def prepare_and_compare_states() -> tuple[bool, int]:
-    dataset, accelerator = Drawing(), Accelerator()
-    before = torch.get_rng_state()
-    accelerator.prepare(DataLoader(dataset, 2))
-    return torch.equal(before, torch.get_rng_state()), dataset.passes
-
-
-def test_prepare_leaves_random_states_and_the_dataset_as_they_are(run: Run) -> None:
-    assert run(prepare_and_compare_states) == [(True, 0)] * 2
 
 
 class Files(Stream):
@@ -545,16 +451,12 @@ class Files(Stream):
 def read_unknown_streams() -> Any:
     rank, world = PartialState().process_index, PartialState().num_processes
     torch.manual_seed(rank)
+    files = Files(list(range(rank, 13, world)))
     texts = [
-        message_of(
-            PreparationError, DataLoader(Files(list(range(rank, 13, world))), 2), dispatch_batches=False
-        ),
-        message_of(ConfigurationError, DataLoader(Once(), 2)),
+        message_of(PreparationError, DataLoader(dataset, 2), dispatch_batches=False)
+        for dataset in (files, ByProcessGroup())
     ]
-    kept = [
-        gather(Files(list(range(rank, 13, world))), already_sharded=True),
-        gather(Once(), already_sharded=True),
-    ]
+    kept = gather(files, already_sharded=True)
     _, augmented = gather(Augmented(), dispatch_batches=False)
     one_shot: Any = Files(iter(range(13)))  # type: ignore[arg-type]
     return texts, kept, [x % 100 for x in augmented], gather(one_shot, dispatch_batches=False)[1]
@@ -563,7 +465,7 @@ def read_unknown_streams() -> Any:
 def test_unknown_iterable_datasets_are_compared_in_their_first_pass(run: Run) -> None:
     for texts, kept, augmented, one_shot in run(read_unknown_streams):
         assert all("already_sharded=True" in text for text in texts)
-        assert kept == [("dataset_shards", list(range(13)))] * 2
+        assert kept == ("dataset_shards", list(range(13)))
         assert sorted(augmented) == one_shot == list(range(13))
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate.data_loader.iterable_shard import IterableDatasetShard
 from accelerate.data_loader.native_sharding import (
     NativeShard,
     is_the_same_everywhere,
@@ -17,8 +16,7 @@ from accelerate.data_loader.native_sharding import (
     native_shard,
 )
 from accelerate.data_loader.plan import is_sharded
-from accelerate.data_loader.rank_aware import check_settings, match_ranks, nested_samplers
-from accelerate.data_loader.stream_check import is_of_library, match_streams
+from accelerate.data_loader.rank_aware import check_settings, match_ranks
 from accelerate.logging import get_logger
 from accelerate.ops import Transport, current_transport
 
@@ -26,11 +24,7 @@ logger = get_logger(__name__)
 
 
 def find_user_shard(
-    loader: DataLoader[Any],
-    num_processes: int,
-    groups: tuple[int, int],
-    already_sharded: bool | None,
-    dispatch: bool | None,
+    loader: DataLoader[Any], num_processes: int, groups: tuple[int, int], already_sharded: bool | None
 ) -> str | None:
     """Returns the reason why a loader already yields the shard of its rank, or None.
 
@@ -40,29 +34,12 @@ def find_user_shard(
         return None
     reason = "already_sharded=True"
     if already_sharded is None:
-        transport = reachable_transport(num_processes)
-        found = match_ranks(loader, *groups, transport)
-        source = _unknown_source(loader, dispatch) if transport is not None and groups[0] > 1 else None
-        if found is None and transport is not None and source is not None:
-            found = match_streams(source, transport)
-        if found is None:
+        matched = match_ranks(loader, *groups, reachable_transport(num_processes))
+        if matched is None:
             return None
-        reason = found
+        reason = matched
         logger.info(f"Each rank reads its own shard of a loader that is already sharded {reason}.")
     return reason if groups[0] > 1 else None
-
-
-def _unknown_source(loader: DataLoader[Any], dispatch: bool | None) -> Any:
-    """Returns the iterable dataset or sampler that may read the rank in its code, or None.
-
-    Of samplers, those of dispatched loaders are returned only. The orders of others are compared during the
-    first pass, see `OrderCheck`.
-    """
-    if isinstance(loader.dataset, IterableDataset):
-        is_known = isinstance(loader.dataset, IterableDatasetShard) or is_of_library(loader.dataset)
-        return None if is_known else loader.dataset
-    samplers = nested_samplers(loader._index_sampler) if dispatch else ()
-    return next((sampler for sampler in samplers if not is_of_library(sampler)), None)
 
 
 def find_native_shard(

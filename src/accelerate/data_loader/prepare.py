@@ -99,8 +99,7 @@ def prepare_data_loader(
             `RandomSampler` does so; seeded as with `use_seedable_sampler`, which it includes.
         already_sharded: Whether the loader of each process already yields the shard of its rank: True keeps
             it as it is, False shards it. None keeps it if `num_replicas` and `rank` of a sampler, a batch
-            sampler or an iterable dataset are those of this process, see `rank_aware.ATTRIBUTES`, and if an
-            iterable dataset reads the rank in its code.
+            sampler or an iterable dataset are those of this process, see `rank_aware.ATTRIBUTES`.
         global_batch_size: Number of samples of one optimizer step on all processes together. Loaders with
             torch's batch sampler, whose batch size divides it, yield micro-batches of at most their batch
             size, `global_batch_size` samples in each step. None: each process gets whole batches.
@@ -184,7 +183,7 @@ def _decide(
 
     Called on all ranks.
     """
-    user_shard = find_user_shard(loader, num_processes, groups, already_sharded, dispatch)
+    user_shard = find_user_shard(loader, num_processes, groups, already_sharded)
     if user_shard is not None:
         check_settings(loader, user_shard, split=split, dispatch=dispatch)
     native_shard = None

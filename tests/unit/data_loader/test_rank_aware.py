@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from accelerate.base import ConfigurationError
 from accelerate.data_loader import prepare_data_loader
 from accelerate.data_loader.rank_aware import find_rank_attributes, nested_samplers
-from accelerate.data_loader.stream_check import digest, reads_rank
+from accelerate.data_loader.stream_check import digest
 
 pytestmark = pytest.mark.usefixtures("states")
 DATA: Any = list(range(8))
@@ -109,42 +106,6 @@ class Stream(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(DATA)
-
-
-class Naming(Stream):
-    @property
-    def start(self) -> int:
-        return dist.get_rank()
-
-
-def helper() -> int:
-    return int(os.environ.get("RANK", 0))
-
-
-class Calling(Stream):
-    def __iter__(self) -> Iterator[int]:
-        return (sample for sample in DATA[helper() :])
-
-
-def start(rank: int = 0) -> int:
-    return dist.get_rank() + rank
-
-
-@pytest.mark.parametrize(
-    ("dataset", "expected"),
-    [
-        (Stream(), False),
-        (Naming(), True),
-        (Calling(), True),
-        (Stream(dataset=Naming()), True),
-        (Stream(parts=[Stream(), Calling()]), True),
-        (Stream(begin=functools.partial(start, 1)), True),
-        (Stream(begin=lambda: start()), True),
-        (Stream(begin=len), False),
-    ],
-)
-def test_the_code_of_a_dataset_is_searched_for_the_rank(dataset: Any, expected: bool) -> None:
-    assert reads_rank(dataset) is expected
 
 
 def test_digests_compare_values() -> None:
