@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 
 from accelerate.base import ConfigurationError, RNGName, RNGType, as_builtin, environ, wrong_value
-from accelerate.devices import DeviceBackend, hardware_table
+from accelerate.devices import DeviceBackend, hardware_table, of_device
 from accelerate.ops import current_transport
 from accelerate.state import PartialState
 
@@ -160,3 +161,9 @@ def restore(states: dict[str, Any]) -> None:
         raise wrong_value("states", unknown, reason, fix)
     for name, state in states.items():
         setters[name](state)
+
+
+def restored_generators(device: torch.device) -> AbstractContextManager[None]:
+    """Returns a context manager that restores the random generators of the CPU and a device at its end."""
+    devices = [] if of_device(device).is_host else [device]
+    return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")

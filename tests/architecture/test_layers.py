@@ -116,3 +116,30 @@ def test_only_users_of_a_package_import_its_resolver(sources: list[Any], modules
                 wrong.append(f"{source} imports {resolver}, the resolver of its own package")
     assert resolvers
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+STRATEGIES = (
+    *("bundle", "mistakes", "module_state", "tolerances", "views", "explained_ddp", "matrix_plan"),
+    *("dtensors", "session", "request", "matrix_states", "state"),
+    *("axes", "pipeline", "composition", "sharded_models"),
+    *("base", "recomputation", "replicas", "matrix_owners"),
+    *("fsdp", "ddp", "deepspeed", "megatron", "xla"),
+    "resolve",
+)
+"""Files and packages of `accelerate.strategies` in their order."""
+
+
+def test_no_import_in_strategies_runs_upward(sources: list[Any], modules: frozenset[str]) -> None:
+    """Imports in functions and for annotations count, too."""
+    place = {name: index for index, name in enumerate(STRATEGIES)}
+    inside = [
+        source for source in sources if source.parts[1] == "strategies" and source.parts[2] != "__init__"
+    ]
+    assert {source.parts[2] for source in inside} == set(place)
+    wrong = []
+    for source in inside:
+        for each in source.imports:
+            target = resolve_module(each.target, modules).split(".")
+            if target[1:2] == ["strategies"] and place[target[2]] > place[source.parts[2]]:
+                wrong.append(f"{source}:{each.line} imports {each.target}")
+    assert not wrong, "\n" + "\n".join(wrong)

@@ -22,7 +22,7 @@ from accelerate.hooks import StreamTransfer, align
 from accelerate.nested import send_to_device
 from accelerate.state import process_group
 from accelerate.strategies import Strategy, session
-from accelerate.strategies.fsdp import parameters as fsdp_parameters
+from accelerate.strategies.dtensors import shards
 from accelerate.weights import PinnedBuffers, pinned
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -188,7 +188,7 @@ def log_in_the_background(tmp_path: Path) -> None:
 
 
 def offloaded_shards_gathered_where_they_are(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fsdp_parameters, "to_full_tensor", lambda value: value.full_tensor())
+    patch.setattr(shards, "to_full_tensor", lambda value: value.full_tensor())
 
 
 def shared_and_whole_layers_updated_together(patch: pytest.MonkeyPatch) -> None:

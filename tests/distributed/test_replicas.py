@@ -19,7 +19,7 @@ from accelerate.base import StateError
 from accelerate.local_sgd import LocalSGD
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.strategies import replicas
-from accelerate.strategies.sharded_models import Replicas
+from accelerate.strategies.dtensors import Replicas
 from accelerate.utils import GradientAccumulationPlugin
 
 STEPS, ROWS = 5, 8  # rows of all ranks together

@@ -20,7 +20,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismC
 from accelerate.base import PreparationError, StateError, is_torch_version
 from accelerate.local_sgd import DiLoCo, LocalSGD
 from accelerate.strategies import matrix_owners
-from accelerate.strategies.fsdp import distribute_like, named_parameters
+from accelerate.strategies.dtensors import distribute_like, named_parameters
 from accelerate.utils import ExpertParallelConfig, GradientAccumulationPlugin, PipelineConfig
 
 Run = Callable[..., list[Any]]

@@ -133,12 +133,14 @@ from accelerate.strategies.deepspeed import (
     DummyScheduler as DummyScheduler,
     map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
 )
+from accelerate.strategies.dtensors import (
+    fsdp2_canonicalize_names as fsdp2_canonicalize_names,
+    fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
+)
 from accelerate.strategies.fsdp import (
     ensure_weights_retied as ensure_weights_retied,
     fsdp2_apply_ac as fsdp2_apply_ac,
-    fsdp2_canonicalize_names as fsdp2_canonicalize_names,
     fsdp2_prepare_model as fsdp2_prepare_model,
-    fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
 )
 from accelerate.strategies.fsdp.checkpoint import (
     load_fsdp_model as load_fsdp_model,

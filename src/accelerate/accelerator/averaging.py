@@ -251,7 +251,7 @@ class WeightAverage:
                 )
         name = type(self.model).__name__
         inner = self._runtime.strategy.unwrap(self.model, keep_compiled=False)
-        trained = {n: p for n, p in strategies.fsdp.named_parameters(inner).items() if p.requires_grad}
+        trained = {n: p for n, p in strategies.dtensors.named_parameters(inner).items() if p.requires_grad}
         if left := [n for n, p in trained.items() if id(p) not in seen and _local(p).numel()]:
             raise PreparationError(
                 f"No prepared optimizer steps {listed(left)} of {name}. Call accelerator.average() after "
@@ -297,7 +297,7 @@ class WeightAverage:
             if flat.is_summoned:
                 self._refuse_gathered()
             flat.reshard()
-        for unit in strategies.fsdp.units_of(self.model):
+        for unit in strategies.dtensors.units_of(self.model):
             unit.reshard()
 
     def _refuse_gathered(self) -> NoReturn:

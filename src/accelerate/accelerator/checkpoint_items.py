@@ -180,7 +180,7 @@ def _others(runtime: Runtime, *, resized: bool = False) -> list[Part]:
     """Returns the parts of schedulers, the scaler, registered objects and loaders."""
     prepared, rank, scaler = runtime.prepared, runtime.state.process_index, runtime.strategy.precision.scaler
     loaders = enumerate(prepared.loaders)
-    distribute = None if runtime.strategy.holds_whole_models else strategies.fsdp.distribute_like
+    distribute = None if runtime.strategy.holds_whole_models else strategies.dtensors.distribute_like
     return [
         *checkpointing.state_parts(_own(prepared.schedulers), scaler, prepared.custom, distribute),
         *(checkpointing.LoaderPart(index, loader, rank, resized) for index, loader in loaders),

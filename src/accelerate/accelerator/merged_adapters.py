@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from accelerate.base import ConfigurationError, wrong_value
-from accelerate.strategies.fsdp import fsdp2_canonicalize_names
+from accelerate.strategies.dtensors import fsdp2_canonicalize_names
 
 _LAYERS = ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d")
 """Classes of LoRA layers in peft that are merged."""

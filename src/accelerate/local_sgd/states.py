@@ -111,7 +111,7 @@ class RankState:
 def trained_and_buffers(inner: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the trained parameters of a module and its buffers by name, each once."""
     seen: set[int] = set()
-    for name, parameter in strategies.fsdp.named_parameters(inner).items():
+    for name, parameter in strategies.dtensors.named_parameters(inner).items():
         if parameter.requires_grad and id(parameter) not in seen:
             seen.add(id(parameter))
             yield name, parameter

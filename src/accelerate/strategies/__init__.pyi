@@ -20,6 +20,7 @@ from accelerate.strategies.ddp import (
     order_of as order_of,
     sync_in_backward as sync_in_backward,
 )
+from accelerate.strategies.dtensors import sum_gradients as sum_gradients
 from accelerate.strategies.fsdp import (
     ReplicatedTensorParallel as ReplicatedTensorParallel,
     TensorParallel as TensorParallel,
@@ -51,4 +52,3 @@ from accelerate.strategies.session import (
     PrepareSession as PrepareSession,
     ReplacedParameters as ReplacedParameters,
 )
-from accelerate.strategies.sharded_models import sum_gradients as sum_gradients

@@ -28,13 +28,18 @@ from accelerate.planning import Layout
 from accelerate.precision import RECIPES, Precision, PrecisionRequest, resolve_precision
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import Topology
-from accelerate.strategies.axes import resolve_axes
 from accelerate.strategies.bundle import Bundle, Kind, as_list, parameter_ids, placeholder_kind
-from accelerate.strategies.fsdp import (
+from accelerate.strategies.composition import resolve_axes
+from accelerate.strategies.dtensors import (
+    clip_values,
+    gradient_norm,
     gradient_sync,
+    is_sharded,
     keep_gathered,
     named_parameters,
+    place_unsharded,
     reduction_in_replicas,
+    scale_down,
     units_of,
 )
 from accelerate.strategies.mistakes import find_held_loaders, find_unrelated_optimizers, find_unstepped_models
@@ -340,8 +345,6 @@ class Strategy:
 
     def _wrap_sharded(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
         """Returns a model that is sharded already, without a wrapper."""
-        from accelerate.strategies.sharded_models import place_unsharded
-
         adopted = self.adopt(model)
         if to_device:
             place_unsharded(model, self.context.device)
@@ -555,8 +558,6 @@ class Strategy:
         parameters = as_list(parameters)
         if not _any_distributed(parameters) and self.axes.pipeline is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        from accelerate.strategies.fsdp import scale_down
-
         norm = self.gradient_norm(parameters, norm_type)
         scale_down(parameters, norm, max_norm)
         return norm
@@ -566,8 +567,6 @@ class Strategy:
 
         Called on all ranks.
         """
-        from accelerate.strategies.fsdp import gradient_norm
-
         pipeline = self.axes.pipeline
         if pipeline is None:
             return gradient_norm(parameters, norm_type, self.context.device, **options)
@@ -583,8 +582,6 @@ class Strategy:
         if not _any_distributed(parameters):
             torch.nn.utils.clip_grad_value_(parameters, clip_value)
             return
-        from accelerate.strategies.fsdp import clip_values
-
         clip_values(parameters, clip_value)
 
     # End
@@ -656,8 +653,6 @@ def refuse_join() -> NoReturn:
 
 def require_plugin(model: nn.Module, request: RunRequest) -> None:
     """Raises an error for a trained model that no plugin shards over the dimension "dp_shard" of the mesh."""
-    from accelerate.strategies.sharded_models import is_sharded
-
     mesh = request.parallelism
     if mesh is None or request.fsdp is not None or not mesh.dp_shard_enabled:
         return

@@ -37,13 +37,16 @@ from accelerate.strategies.base import (
     require_plugin,
 )
 from accelerate.strategies.bundle import Kind, kind_of
-from accelerate.strategies.explained_ddp import DistributedDataParallel as ExplainedReplica
-from accelerate.strategies.fsdp import (
+from accelerate.strategies.dtensors import (
     ParameterRemapper,
+    Replicas,
     gradient_sync,
+    is_sharded,
     named_parameters,
     send_from_main,
+    sparse_weights,
 )
+from accelerate.strategies.explained_ddp import DistributedDataParallel as ExplainedReplica
 from accelerate.strategies.replicas import ALL_RANKS, ReplicaCheck, watch_replicas
 from accelerate.strategies.request import Context
 from accelerate.strategies.state import Fill, StrategyState, WholeWeights
@@ -222,8 +225,6 @@ class LateReduction:
         vars(self.replica)["require_forward_param_sync"] = _REDUCED
         self._has_averaged = True
         if late:
-            from accelerate.strategies.sharded_models import Replicas, sparse_weights
-
             sparse = sparse_weights(self.replica.module)
             Replicas(late, sparse, None, has_batches=True, bucket_bytes=_BUCKET_BYTES).average()
 
@@ -335,8 +336,6 @@ class DataParallel(Strategy):
         require_plugin(model, self.context.request)
 
     def keeps_sharding(self, model: nn.Module) -> bool:
-        from accelerate.strategies.sharded_models import is_sharded
-
         return is_sharded(model) or self.is_in_stages(model)
 
     def shard_experts(self, model: nn.Module) -> None:

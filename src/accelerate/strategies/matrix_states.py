@@ -10,7 +10,7 @@ from torch import Tensor
 from accelerate.checkpointing import distribute
 from accelerate.nested import recursively_apply
 from accelerate.ops import current_transport
-from accelerate.strategies.fsdp import distribute_like
+from accelerate.strategies.dtensors import distribute_like
 
 
 def owned_states(optimizer: Any) -> list[bool | None]:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.strategies.fsdp import fsdp2_switch_optimizer_parameters
+from accelerate.strategies.dtensors import fsdp2_switch_optimizer_parameters
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from accelerate.checkpointing import ModuleShards, OptimizerShards, Part, ShardedState
 from accelerate.hooks import get_state_dict_offloaded_model, is_any_offloaded, stored_weights
-from accelerate.strategies.fsdp import named_parameters, names_by_group
+from accelerate.strategies.dtensors import named_parameters, names_by_group
 from accelerate.strategies.matrix_states import gather_owned_states, owned_states
 from accelerate.strategies.request import Context
 

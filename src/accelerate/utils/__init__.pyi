@@ -228,15 +228,17 @@ from accelerate.strategies.deepspeed import (
     DummyScheduler as DummyScheduler,
     map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
 )
+from accelerate.strategies.dtensors import (
+    fsdp2_canonicalize_names as fsdp2_canonicalize_names,
+    fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
+)
 from accelerate.strategies.fsdp import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
     ensure_weights_retied as ensure_weights_retied,
     fsdp2_apply_ac as fsdp2_apply_ac,
-    fsdp2_canonicalize_names as fsdp2_canonicalize_names,
     fsdp2_load_full_state_dict as fsdp2_load_full_state_dict,
     fsdp2_prepare_model as fsdp2_prepare_model,
-    fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
     load_fsdp_model as load_fsdp_model,
     load_fsdp_optimizer as load_fsdp_optimizer,
     merge_fsdp_weights as merge_fsdp_weights,

@@ -21,7 +21,7 @@ from accelerate.data_loader import data_groups
 from accelerate.nested import ignorant_find_batch_size
 from accelerate.recovery import Recovery
 from accelerate.state import services
-from accelerate.strategies.fsdp import fsdp2_canonicalize_names
+from accelerate.strategies.dtensors import fsdp2_canonicalize_names
 from accelerate.verification.batch_norms import find_batch_norms, normalize_in_groups
 from accelerate.verification.options import BUFFER, INPUT, RANK_FILE, WEIGHTS_FILE, Options
 

@@ -13,8 +13,6 @@ from accelerate.strategies.axes.expert import (
     trace_share as trace_share,
     whole_experts as whole_experts,
 )
-from accelerate.strategies.axes.pipeline import PipelineAxis as PipelineAxis
-from accelerate.strategies.axes.resolve import resolve_axes as resolve_axes
 from accelerate.strategies.axes.tensor import (
     TensorAxis as TensorAxis,
     check_divisible as check_divisible,

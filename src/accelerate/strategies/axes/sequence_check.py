@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accelerate import torch_private
+from accelerate import rng, torch_private
 from accelerate.base import ConfigurationError
 from accelerate.nested import iterate_tensors
 from accelerate.strategies.axes.masks import LatestShards, ShardedSequences
 from accelerate.strategies.module_state import ModuleState
-from accelerate.strategies.pipeline import restored_generators
 from accelerate.strategies.tolerances import tolerance_of
 
 CHUNKS = 2
@@ -238,7 +237,7 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
     for module in training:
         module.training = False
     try:
-        with restored_generators(_device_of(model)):
+        with rng.restored_generators(_device_of(model)):
             yield
     finally:
         state.restore_values()

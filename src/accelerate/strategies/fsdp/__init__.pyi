@@ -4,39 +4,17 @@ from accelerate.strategies.fsdp.checkpoint import (
     save_fsdp_model as save_fsdp_model,
     save_fsdp_optimizer as save_fsdp_optimizer,
 )
-from accelerate.strategies.fsdp.exchange import (
-    gradient_sync as gradient_sync,
-    keep_gathered as keep_gathered,
-    reduction_in_replicas as reduction_in_replicas,
-    units_of as units_of,
-)
 from accelerate.strategies.fsdp.merge import (
     SAFETENSORS as SAFETENSORS,
     merge_fsdp_weights as merge_fsdp_weights,
 )
-from accelerate.strategies.fsdp.norms import (
-    clip_values as clip_values,
-    gradient_norm as gradient_norm,
-    groups_of as groups_of,
-    local_gradients as local_gradients,
-    scale_down as scale_down,
-)
 from accelerate.strategies.fsdp.parameters import (
     MainWeights as MainWeights,
-    ParameterRemapper as ParameterRemapper,
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
-    distribute_like as distribute_like,
-    empty_model as empty_model,
     enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
     ensure_weights_retied as ensure_weights_retied,
-    fsdp2_canonicalize_names as fsdp2_canonicalize_names,
     fsdp2_load_full_state_dict as fsdp2_load_full_state_dict,
-    fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
     get_parameters_from_modules as get_parameters_from_modules,
-    named_parameters as named_parameters,
-    names_by_group as names_by_group,
-    send_from_main as send_from_main,
-    whole_tensor as whole_tensor,
 )
 from accelerate.strategies.fsdp.sharding import (
     choose_units as choose_units,

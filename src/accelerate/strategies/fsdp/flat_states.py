@@ -38,7 +38,7 @@ from accelerate.checkpointing import (
 )
 from accelerate.nested import iterate_tensors
 from accelerate.ops import run_on_all_ranks
-from accelerate.strategies.fsdp.parameters import clean_name
+from accelerate.strategies.dtensors import clean_name
 from accelerate.strategies.state import GatheredOptimizer
 from accelerate.weights import is_extra
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from accelerate import torch_private
+from accelerate.strategies.dtensors import clean_name
 from accelerate.strategies.fsdp.flat_states import LocalRange, local_ranges, outside_units
-from accelerate.strategies.fsdp.parameters import clean_name
 from accelerate.weights import is_extra
 
 

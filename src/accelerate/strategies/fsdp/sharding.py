@@ -21,14 +21,13 @@ from accelerate.base import PreparationError, listed
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.plugins import bind_policy, find_units, read_policy
+from accelerate.strategies.dtensors import apply_to_shards, named_parameters
 from accelerate.strategies.fsdp.arguments import check_arguments
-from accelerate.strategies.fsdp.exchange import apply_to_shards
 from accelerate.strategies.fsdp.parameters import (
     MainWeights,
     check_ignored,
     fsdp2_load_full_state_dict,
     get_parameters_from_modules,
-    named_parameters,
 )
 from accelerate.strategies.recomputation import recompute
 from accelerate.strategies.views import shard_unit

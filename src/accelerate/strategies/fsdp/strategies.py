@@ -45,18 +45,20 @@ from accelerate.strategies.base import (
     require_plugin,
 )
 from accelerate.strategies.bundle import Bundle, Kind, as_list
-from accelerate.strategies.fsdp.exchange import (
-    apply_to_shards,
-    gradient_sync,
-    keep_gathered,
-    reduction_in_replicas,
-    units_of,
-)
-from accelerate.strategies.fsdp.norms import Groups, clip_values, groups_of, scale_down
-from accelerate.strategies.fsdp.parameters import (
+from accelerate.strategies.dtensors import (
+    Groups,
     ParameterRemapper,
+    apply_to_shards,
+    clip_values,
     distribute_like,
+    gradient_sync,
+    groups_of,
+    keep_gathered,
     named_parameters,
+    reduction_in_replicas,
+    scale_down,
+    send_unsharded,
+    units_of,
     whole_tensor,
 )
 from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype
@@ -332,8 +334,6 @@ class TensorParallel(DistributedTensors):
         return bool(units_of(model))
 
     def split(self, model: nn.Module) -> nn.Module:
-        from accelerate.strategies.sharded_models import send_unsharded
-
         self.place(model)
         send_unsharded(model.parameters())
         return self.follow(model, lambda: self._shard_layers(model), named_parameters)

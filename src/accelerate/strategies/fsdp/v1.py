@@ -28,17 +28,16 @@ from accelerate.logging import get_logger
 from accelerate.nested import recursively_apply
 from accelerate.strategies.base import refuse_sharded_model
 from accelerate.strategies.bundle import parameter_ids
-from accelerate.strategies.fsdp import flat_states, flat_weights
-from accelerate.strategies.fsdp.elementwise import needs_whole_parameters
-from accelerate.strategies.fsdp.norms import Groups
-from accelerate.strategies.fsdp.parameters import (
+from accelerate.strategies.dtensors import (
+    Groups,
     clean_name,
-    ensure_weights_retied,
-    get_parameters_from_modules,
     named_parameters,
     names_by_group,
     send_from_main,
 )
+from accelerate.strategies.fsdp import flat_states, flat_weights
+from accelerate.strategies.fsdp.elementwise import needs_whole_parameters
+from accelerate.strategies.fsdp.parameters import ensure_weights_retied, get_parameters_from_modules
 from accelerate.strategies.fsdp.sharding import UnitParameter, parameters_by_unit, plan_units
 from accelerate.strategies.fsdp.strategies import FsdpState, Sharded
 from accelerate.strategies.recomputation import recompute

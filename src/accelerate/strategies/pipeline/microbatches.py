@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,18 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from accelerate import torch_private
+from accelerate import rng, torch_private
 from accelerate.base import PreparationError, listed, wrong_value
-from accelerate.devices import of_device
 from accelerate.strategies.pipeline.tracing import flatten, tensors_in
 
 LossFunction = Callable[[Any, Any], Tensor]
-
-
-def restored_generators(device: torch.device) -> AbstractContextManager[None]:
-    """Returns a context manager that restores the random generators of the CPU and a device at its end."""
-    devices = [] if of_device(device).is_host else [device]
-    return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
 
 
 class MicroBatch(NamedTuple):
@@ -271,7 +263,7 @@ def check_loss(computed: Sequence[Computed], loss_fn: LossFunction, is_sum: bool
     losses = [each.loss for each in computed]
     both = merge_outputs([each.outputs for each in computed], sizes)
     target = merge_outputs([each.microbatch.target for each in computed], sizes)
-    with restored_generators(losses[0].device):
+    with rng.restored_generators(losses[0].device):
         loss = loss_of(both, target, loss_fn).float()
     if loss.requires_grad:
         raise PreparationError(

@@ -18,7 +18,7 @@ from accelerate import torch_private
 from accelerate.base import ConfigurationError, PreparationError, StateError, listed, wrong_value
 from accelerate.ops import is_dtensor
 from accelerate.plugins import SCHEDULES, PipelineConfig
-from accelerate.strategies.fsdp import named_parameters
+from accelerate.strategies.dtensors import Replicas, named_parameters
 from accelerate.strategies.pipeline.microbatches import (
     Computed,
     LossFunction,
@@ -44,7 +44,6 @@ from accelerate.strategies.pipeline.tracing import (
     specs_of,
     to_zeros,
 )
-from accelerate.strategies.sharded_models import Replicas
 
 
 def stage_ranks(config: PipelineConfig, num_ranks: int) -> list[int]:

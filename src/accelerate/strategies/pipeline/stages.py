@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from accelerate import torch_private
+from accelerate import rng, torch_private
 from accelerate.base import ConfigurationError, PreparationError, StateError
-from accelerate.strategies.fsdp import fsdp2_canonicalize_names
-from accelerate.strategies.pipeline.microbatches import restored_generators
+from accelerate.strategies.dtensors import fsdp2_canonicalize_names
 from accelerate.strategies.pipeline.split import Split, Submodule
 from accelerate.strategies.pipeline.tracing import (
     Boundary,
@@ -297,7 +296,7 @@ class PipelineModel:
         self._run = tracer
         kept = [(buffer, buffer.clone()) for buffer in self._buffers_of_traces()]
         try:
-            with restored_generators(self.device), tracer:
+            with rng.restored_generators(self.device), tracer:
                 outputs = self.forward(args, kwargs)
         except (ConfigurationError, PreparationError, StateError):
             raise

@@ -27,7 +27,7 @@ from accelerate.checkpointing import (
     ShardedState,
     ShardIndex,
 )
-from accelerate.strategies.fsdp import distribute_like, named_parameters, whole_tensor
+from accelerate.strategies.dtensors import distribute_like, named_parameters, whole_tensor
 from accelerate.strategies.matrix_states import local_states, owned_states
 from accelerate.strategies.pipeline.runner import Pipeline
 from accelerate.strategies.pipeline.weights import whole_weights

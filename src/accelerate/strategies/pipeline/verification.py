@@ -24,19 +24,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accelerate import torch_private
+from accelerate import rng, torch_private
 from accelerate.base import ConfigurationError, PreparationError, StateError, listed
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.strategies.axes import whole_experts
-from accelerate.strategies.fsdp import fsdp2_canonicalize_names, named_parameters, whole_tensor
+from accelerate.strategies.dtensors import fsdp2_canonicalize_names, named_parameters, whole_tensor
 from accelerate.strategies.pipeline.mean_draws import MeanDraws
 from accelerate.strategies.pipeline.microbatches import (
     LossFunction,
     MicroBatch,
     loss_of,
     not_additive,
-    restored_generators,
     split_into_microbatches,
 )
 from accelerate.strategies.pipeline.runner import Pipeline
@@ -228,7 +227,7 @@ class Verification:
         with whole_experts([pipeline.model.model]):  # they have another number of experts otherwise
             copy_settings(pipeline.model.model, reference)
         reference.to(device)
-        with restored_generators(pipeline.device):
+        with rng.restored_generators(pipeline.device):
             yield reference
 
     def _check_parts(
@@ -637,7 +636,7 @@ def _compute_in_pipeline(
         for stage, module, original in originals:
             assert original is not None
             module.compute = partial(compute, stage, original)
-        with _restored_state(model), restored_generators(pipeline.device), MeanDraws():
+        with _restored_state(model), rng.restored_generators(pipeline.device), MeanDraws():
             pipeline.run(parts, end, has_backward=finish is not None, shares_error=True)
             if finish is not None:
                 pipeline.sum_shared_gradients()

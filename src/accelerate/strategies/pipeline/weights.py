@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelerate.strategies.fsdp import whole_tensor
+from accelerate.strategies.dtensors import whole_tensor
 from accelerate.strategies.pipeline.runner import Pipeline
 
 

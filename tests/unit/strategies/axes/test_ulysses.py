@@ -15,8 +15,8 @@ from accelerate.strategies.axes import (
     UlyssesAxis,
     check_attention,
     loader_class,
-    resolve_axes,
 )
+from accelerate.strategies.composition import resolve_axes
 
 
 def model(**config):

@@ -11,14 +11,13 @@ from torch import nn
 
 from accelerate.base import PreparationError
 from accelerate.state import PartialState
+from accelerate.strategies.dtensors import empty_model, send_from_main
 from accelerate.strategies.fsdp import (
     MainWeights,
     disable_fsdp_ram_efficient_loading,
-    empty_model,
     enable_fsdp_ram_efficient_loading,
     ensure_weights_retied,
     fsdp2_load_full_state_dict,
-    send_from_main,
 )
 
 pytestmark = pytest.mark.usefixtures("states")

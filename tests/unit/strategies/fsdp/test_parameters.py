@@ -8,13 +8,13 @@ from torch import nn
 
 from accelerate.base import PreparationError
 from accelerate.state import PartialState
-from accelerate.strategies.fsdp import (
+from accelerate.strategies.dtensors import (
     ParameterRemapper,
     fsdp2_canonicalize_names,
     fsdp2_switch_optimizer_parameters,
-    get_parameters_from_modules,
     named_parameters,
 )
+from accelerate.strategies.fsdp import get_parameters_from_modules
 
 
 def renew(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from accelerate.base import ConfigurationError
 from accelerate.strategies import as_list
-from accelerate.strategies.fsdp import clip_values, gradient_norm, groups_of, local_gradients, scale_down
+from accelerate.strategies.dtensors import clip_values, gradient_norm, groups_of, local_gradients, scale_down
 
 CPU = torch.device("cpu")
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.strategies.axes.base import Axes, Axis
-from accelerate.strategies.axes.tensor import TensorAxis
-from accelerate.strategies.axes.ulysses import UlyssesAxis
+from accelerate.strategies.axes import Axes, Axis, TensorAxis, UlyssesAxis
 
 if TYPE_CHECKING:
-    from accelerate.strategies.axes.pipeline import PipelineAxis
+    from accelerate.strategies.pipeline import PipelineAxis
 
 
 def resolve_axes(
@@ -28,7 +26,7 @@ def resolve_axes(
 def _resolve_expert_axis(parallelism: ParallelismConfig, mesh: Any) -> Axis:
     if not parallelism.ep_enabled:
         return Axis()
-    from accelerate.strategies.axes.expert import ExpertAxis  # imports torch.distributed.tensor
+    from accelerate.strategies.axes import ExpertAxis  # imports torch.distributed.tensor
 
     return ExpertAxis(parallelism, mesh)
 
@@ -36,7 +34,7 @@ def _resolve_expert_axis(parallelism: ParallelismConfig, mesh: Any) -> Axis:
 def _resolve_pipeline(parallelism: ParallelismConfig, mesh: Any, device: Any) -> PipelineAxis | None:
     if not parallelism.pp_enabled or mesh is None:
         return None
-    from accelerate.strategies.axes.pipeline import PipelineAxis  # imports torch.distributed.pipelining
+    from accelerate.strategies.pipeline import PipelineAxis  # imports torch.distributed.pipelining
 
     assert parallelism.pp_handler is not None
     return PipelineAxis(mesh, parallelism.pp_handler, device)
@@ -44,7 +42,7 @@ def _resolve_pipeline(parallelism: ParallelismConfig, mesh: Any, device: Any) ->
 
 def _resolve_sequence_axis(parallelism: ParallelismConfig, mesh: Any, precision: str) -> Axis:
     if parallelism.cp_enabled:
-        from accelerate.strategies.axes.context import ContextAxis  # imports torch.distributed.tensor
+        from accelerate.strategies.axes import ContextAxis  # imports torch.distributed.tensor
 
         return ContextAxis(mesh, parallelism.cp_handler, precision)
     if parallelism.sp_enabled:

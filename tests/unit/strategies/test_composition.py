@@ -9,7 +9,8 @@ import pytest
 from torch import nn
 
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.strategies.axes import Axis, ContextAxis, ExpertAxis, TensorAxis, UlyssesAxis, resolve_axes
+from accelerate.strategies.axes import Axis, ContextAxis, ExpertAxis, TensorAxis, UlyssesAxis
+from accelerate.strategies.composition import resolve_axes
 
 
 class Mesh(dict[str, Any]):

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from accelerate.base import PreparationError, listed
 from accelerate.plugins import PipelineConfig
 from accelerate.precision import Precision
-from accelerate.strategies.axes.base import Axis
-from accelerate.strategies.fsdp import named_parameters
-from accelerate.strategies.pipeline import Pipeline, Verification, check_model
+from accelerate.strategies.axes import Axis
+from accelerate.strategies.dtensors import named_parameters
+from accelerate.strategies.pipeline.runner import Pipeline, check_model
+from accelerate.strategies.pipeline.verification import Verification
 
 AXIS = "pp"
 

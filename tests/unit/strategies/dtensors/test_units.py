@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from accelerate.strategies.fsdp import gradient_sync
+from accelerate.strategies.dtensors import gradient_sync
 
 
 class Wrapper(nn.Module):
