@@ -282,6 +282,7 @@ class Strategy:
         whole = list(model.parameters())
         pipeline.transform_model(model)
         own = set(model.parameters())
+        whole += [parameter for child in model.children() for parameter in child.parameters()]  # absent ones
         self.session.drop(parameter for parameter in whole if parameter not in own)
         self.session.remap([*self.session.waiting, *self.session.prepared.optimizers])
 

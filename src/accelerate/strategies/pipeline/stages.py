@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from accelerate import rng, torch_private
 from accelerate.base import ConfigurationError, PreparationError, StateError
 from accelerate.strategies.dtensors import fsdp2_canonicalize_names
+from accelerate.strategies.pipeline.absent import show_absent_weights
 from accelerate.strategies.pipeline.split import Split, Submodule
 from accelerate.strategies.pipeline.tracing import (
     Boundary,
@@ -234,6 +235,13 @@ class PipelineModel:
         for submodule in split.submodules:
             self._replace_call(submodule)
         _set_call(model, evaluate)
+        layers = {
+            part: f"{each.names[0]} on stage {', '.join(map(str, sorted(each.stages)))}"
+            for each in absent
+            for part in each.module.modules()
+            if part in self._absent
+        }
+        show_absent_weights(model, layers, device)
         for part in self._absent:
             torch_private.remove_weights(part)
 

@@ -176,7 +176,7 @@ _FROM_SHAPES = {
 }
 """Functions whose results depend on the shape of a tensor only."""
 
-_TO_PYTHON = {
+TO_PYTHON = {
     Tensor.__bool__,
     Tensor.item,
     Tensor.tolist,
@@ -337,7 +337,7 @@ class Tracer(TorchFunctionMode):
         owned = [self._owners[id(tensor)] for tensor in inputs if id(tensor) in self._owners]
         followed = [tensor for tensor in inputs if id(tensor) in self._stage_of]
         name = getattr(func, "__name__", str(func))
-        if followed and func in _TO_PYTHON:
+        if followed and func in TO_PYTHON:
             raise PreparationError(
                 f"{type(self._model).__name__} cannot be split: the code between its layers reads the values "
                 f"of activations ({name}), which only one stage has. Move this code into a layer."
