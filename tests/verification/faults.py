@@ -423,5 +423,16 @@ def one_layout_stops_earlier() -> None:
             break
 
 
+class ScaledByRank(nn.Module):
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows * (1 + PartialState().process_index)
+
+
+@fault("loss", "The outputs of `1` of model 1 are the first that differ")
+def the_second_training_has_a_layer_that_depends_on_the_rank() -> None:
+    train(loader=DataLoader(samples(16), batch_size=BATCH))
+    train(model=nn.Sequential(nn.Linear(WIDTH, CLASSES), ScaledByRank()))
+
+
 if __name__ == "__main__":
     FAULTS[sys.argv[1]].run()

@@ -410,8 +410,30 @@ def synchronized_by_hand() -> None:
 
 @program
 def one_training_after_another() -> None:
-    for _ in range(2):
-        train(Accelerator(), network(), loader=DataLoader(samples(16), batch_size=BATCH), epochs=1)
+    for epochs in (1, 3):
+        train(Accelerator(), network(), loader=DataLoader(samples(16), batch_size=BATCH), epochs=epochs)
+
+
+@program
+def one_fold_after_another() -> None:
+    accelerator = Accelerator()
+    for fold in range(3):
+        rows = samples(24)[fold * 4 :][:20]
+        train(accelerator, network(), loader=DataLoader(rows, batch_size=BATCH, shuffle=True), epochs=1)
+        accelerator.free_memory()
+
+
+@program
+def two_accelerators_at_once() -> None:
+    first, second = Accelerator(), Accelerator()
+    loader = DataLoader(samples(), batch_size=BATCH, shuffle=True)
+    model, optimizer, loader = first.prepare(net := network(), torch.optim.Adam(net.parameters()), loader)
+    other, other_optimizer = second.prepare(net := network(), torch.optim.SGD(net.parameters(), lr=0.1))
+    for rows, labels in loader:
+        for accelerator, module, steps in ((first, model, optimizer), (second, other, other_optimizer)):
+            accelerator.backward(F.cross_entropy(module(rows), labels))
+            steps.step()
+            steps.zero_grad()
 
 
 @program

@@ -91,9 +91,7 @@ def _observe_accelerator(recorder: Recorder) -> None:
                 for obj in args:
                     if isinstance(obj, nn.Module):
                         torch_private.turn_off_dropout_of(obj)
-            prepared = original(self, *args, **kwargs)
-            recorder.use(self)
-            return prepared
+            return original(self, *args, **kwargs)
 
         return prepare
 
@@ -369,11 +367,12 @@ def _redirect_saves(recorder: Recorder) -> None:
     redirect(Accelerator, "save_model", "save_directory")
     redirect(Accelerator, "save", "f")
 
-    def end(original: Any) -> Any:
-        def end_training(self: Accelerator) -> None:
-            recorder.finish()
-            original(self)
+    def release(original: Any) -> Any:
+        def release(self: Accelerator, *args: Any) -> Any:
+            recorder.free(self)
+            return original(self, *args)
 
-        return end_training
+        return release
 
-    _replace(Accelerator, "end_training", end)
+    _replace(Accelerator, "end_training", release)
+    _replace(Accelerator, "free_memory", release)

@@ -7,10 +7,10 @@ import json
 import os
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ class Recorder:
         options: Options of the run.
 
     Attributes:
-        accelerator: The first `Accelerator` of the script, or None before it.
+        accelerator: The newest `Accelerator` of the script, or None before it.
         rows: Number of rows of the current training batch on this rank, or None.
         num_groups: Number of data-parallel groups of ranks.
         group: The data-parallel group of this rank.
@@ -50,6 +50,10 @@ class Recorder:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.accelerator: Any = None
+        self._accelerators: list[Any] = []
+        self._num_models = 0
+        self._known_models: WeakSet[nn.Module] = WeakSet()
+        self._models: dict[int, tuple[Any, nn.Module]] = {}  # and their accelerators, until they are freed
         self.rows: int | None = None
         self.num_groups, self.group = 1, 0
         self.num_joined = options.factor
@@ -78,9 +82,12 @@ class Recorder:
         torch_private.watch_indices(self._note_indices)
 
     def use(self, accelerator: Any) -> None:
-        """Records the training with an `Accelerator`, which is the first one that has models."""
-        if self.accelerator is None or not self.accelerator._models:
-            self.accelerator = accelerator
+        """Records the training with a new `Accelerator`, in addition to others or after them."""
+        self.accelerator = accelerator
+        if any(optimizer.num_updates for optimizer in self._optimizers()):
+            self._accelerators = []  # their training has ended
+            self._forget_micro_batches()
+        self._accelerators.append(accelerator)
 
     def write(self, kind: str, **values: Any) -> None:
         """Writes a line to the record of this rank."""
@@ -96,10 +103,17 @@ class Recorder:
         if self._file is not None:
             self._file.close()
 
-    def _modules(self) -> list[nn.Module]:
-        """Returns the modules of the script in its prepared models."""
-        unwrap = self.accelerator.unwrap_model
-        return [unwrap(model, keep_torch_compile=False) for model in self.accelerator._models]
+    def _optimizers(self) -> list[Any]:
+        """Returns the prepared optimizers of the current training."""
+        return [optimizer for each in self._accelerators for optimizer in each._optimizers]
+
+    def _current_models(self) -> list[Any]:
+        """Returns the prepared models of the current training."""
+        return [model for each in self._accelerators for model in each._models]
+
+    def _modules(self) -> list[tuple[int, nn.Module]]:
+        """Returns the modules of the script in its prepared models, with their numbers."""
+        return [(number, _module_of(*pair)) for number, pair in self._models.items()]
 
     # Batches
 
@@ -136,9 +150,11 @@ class Recorder:
         queue = self._requested_by(loader)
         indices = queue.popleft() if queue else None
         self._has_trained = self._has_trained or self._is_in_training_mode()
-        if not self.is_training or not self.accelerator._models:
+        if not self.is_training or not self._current_models():
             return
         self._begin_run()
+        self._begin_models()
+        self.observe_optimizers()
         if self.micro_batch is not None:
             pass_number, batch_number, replica = self.micro_batch
             position = pass_number, batch_number
@@ -157,8 +173,7 @@ class Recorder:
         return torch.is_grad_enabled() and (self._is_in_training_mode() or not self._has_trained)
 
     def _is_in_training_mode(self) -> bool:
-        models = [] if self.accelerator is None else self.accelerator._models
-        return any(model.training for model in models)
+        return any(model.training for model in self._current_models())
 
     def _seed(self, *numbers: int) -> None:
         """Sets the random numbers of a batch, which are the same on all ranks and in both runs."""
@@ -168,7 +183,7 @@ class Recorder:
     # Steps
 
     def _begin_run(self) -> None:
-        """Writes the weights and a description of the models, before the first step."""
+        """Writes a description of the run, before the first step."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -189,36 +204,53 @@ class Recorder:
             num_groups=self.num_groups,
             precision=str(accelerator.mixed_precision),
             label=str(accelerator.distributed_type.value),
-            batch_norms=[name for module in self._modules() for name in find_batch_norms(module)],
         )
-        self._write_weights("before")
         if self.options.initial:
-            self._load_initial()
+            self._load_rates()
+
+    def _begin_models(self) -> None:
+        """Writes the weights of models before their first step."""
+        for accelerator in self._accelerators:
+            for model in accelerator._models:
+                if model not in self._known_models:
+                    number = self._num_models
+                    self._num_models += 1
+                    self._known_models.add(model)
+                    self._models[number] = accelerator, model
+                    self._begin_model(number)
+
+    def _begin_model(self, number: int) -> None:
+        module = _module_of(*self._models[number])
+        self.write("model", batch_norms=list(find_batch_norms(module)))
+        self._write_weights("before", number)
+        if self.options.initial:
+            self._load_initial(number, module)
         if self.options.is_reference:
-            for module in self._modules():
-                normalize_in_groups(module, self.options.factor)
+            normalize_in_groups(module, self.options.factor)
         if self.options.traced_step:
-            self._trace()
+            self._trace(number, module)
 
-    def _load_initial(self) -> None:
-        """Takes the initial weights and the learning rates of the other run, in a run on one process.
+    def _load_rates(self) -> None:
+        """Takes the learning rates of the other run.
 
-        Differences of learning rates are reported, and do not lead to further ones.
+        Their differences are reported, and do not lead to further ones.
         """
-        from safetensors.torch import load_file
-
         for path in sorted(Path(self.options.initial).glob(RANK_FILE.format("0-0-*"))):
             for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
                 if line["kind"] == "step":
                     self._forced_rates[line["optimizer"], line["step"]] = line["rates"]
-        for number, module in enumerate(self._modules()):
-            path = Path(self.options.initial) / WEIGHTS_FILE.format("before", number)
-            if path.exists():
-                module.load_state_dict(load_file(path), strict=False)
+
+    def _load_initial(self, number: int, module: nn.Module) -> None:
+        """Takes the initial weights of the other run, in a run on one process."""
+        from safetensors.torch import load_file
+
+        path = Path(self.options.initial) / WEIGHTS_FILE.format("before", number)
+        if path.exists():
+            module.load_state_dict(load_file(path), strict=False)
 
     def observe_optimizers(self) -> None:
         """Observes the steps of all prepared optimizers."""
-        for optimizer in self.accelerator._optimizers:
+        for optimizer in self._optimizers():
             if not any(optimizer is known for known in self._observed):
                 self._observed.append(optimizer)
                 optimizer.observers = (*optimizer.observers, self)
@@ -253,11 +285,11 @@ class Recorder:
 
     def _were_cleared(self) -> bool:
         """Returns whether no gradient of earlier backward passes is left."""
-        accelerator, optimizers = self.accelerator, self._observed
-        is_unknown = not accelerator._runtime.strategy.holds_gradients or any(
+        optimizers, strategy = self._optimizers(), self.accelerator._runtime.strategy
+        is_unknown = not strategy.holds_gradients or any(
             optimizer.steps_in_backward or optimizer.held is not None for optimizer in optimizers
         )
-        if is_unknown or any(torch_private.unreduced_gradients(model) for model in accelerator._models):
+        if is_unknown or any(map(torch_private.unreduced_gradients, self._current_models())):
             return False
         gradients = (p.grad for optimizer in optimizers for p in optimizer.parameters())
         return not any(g is not None and bool(ops.local_tensor(g).any()) for g in gradients)
@@ -276,10 +308,11 @@ class Recorder:
     def before_step(self, optimizer: Any) -> None:
         """Measures the gradients of a step."""
         self._begin_run()
+        self._begin_models()
         self.use_batches()
         self._has_stepped = True
         self._note_sizes(optimizer)
-        accelerator = self.accelerator
+        accelerator = self._owner_of(optimizer)
         norm = None
         if accelerator._runtime.strategy.holds_gradients and not optimizer.steps_in_backward:
             norm = float(accelerator.clip_grad_norm_(list(optimizer.parameters()), float("inf")))
@@ -300,7 +333,7 @@ class Recorder:
     def _note_sizes(self, optimizer: Any) -> None:
         """Keeps how large the gradient of each parameter is, relative to the largest one of the step."""
         own, sizes = set(map(id, optimizer.parameters())), dict[str, float]()
-        for number, model in enumerate(self._modules()):
+        for number, model in self._modules():
             for name, parameter in model.named_parameters():
                 if id(parameter) in own and parameter.grad is not None and not parameter.grad.is_sparse:
                     gradient = ops.local_tensor(parameter.grad)
@@ -328,7 +361,7 @@ class Recorder:
             norm=self._norm,
             rates=self._rates,
             settings=[_settings_of(group) for group in optimizer.param_groups],
-            positions=self._positions(),
+            positions=self._positions(optimizer),
             members=self._num_members(),
             samples=self._samples,
         )
@@ -346,66 +379,82 @@ class Recorder:
 
     def _is_traced(self) -> bool:
         """Returns whether the outputs of the current step are recorded."""
-        number = self.options.traced_optimizer
-        updates = self._observed[number].num_updates if number < len(self._observed) else 0
-        is_known = number < len(self._observed) or number == 0
-        return bool(is_known and updates == self.options.traced_step - 1)
+        traced = self._observed[self.options.traced_optimizer :][:1]
+        return any(optimizer.num_updates == self.options.traced_step - 1 for optimizer in traced)
 
     def finish(self) -> None:
         """Writes the weights after the last step, once."""
         if self._is_finished or not self._has_begun:
             return
         self._is_finished = True
-        self._write_weights("after")
+        self._end_models(self._models)
         self.write("end", outputs=self._outputs, gradients=self._gradients, sizes=self._sizes)
+
+    def free(self, accelerator: Any) -> None:
+        """Writes the weights of the models of an `Accelerator`, which it releases."""
+        self._end_models([number for number, (owner, _) in self._models.items() if owner is accelerator])
+        self._forget_micro_batches()
+
+    def _end_models(self, numbers: Iterable[int]) -> None:
+        """Writes the weights of models after their last step, once."""
+        for number in list(numbers):
+            self._write_weights("after", number)
+            del self._models[number]
+
+    def _forget_micro_batches(self) -> None:
+        """Forgets micro-batches of which no step was taken."""
+        self._losses, self._samples, self._unused = [], [], []
+
+    def _owner_of(self, optimizer: Any) -> Any:
+        """Returns the `Accelerator` that has prepared an optimizer."""
+        owners = (
+            each for each in self._accelerators if any(known is optimizer for known in each._optimizers)
+        )
+        return next(owners, self.accelerator)
 
     def _num_members(self) -> int:
         """Returns the number of replica groups that take the step."""
         recovery = services.find(Recovery)
         return 1 if recovery is None or recovery.members is None else recovery.members.size
 
-    def _positions(self) -> list[int]:
+    def _positions(self, optimizer: Any) -> list[int]:
         """Returns the numbers of steps that prepared schedulers have taken."""
-        schedulers = (scheduler.scheduler for scheduler in self.accelerator._schedulers)
+        schedulers = (scheduler.scheduler for scheduler in self._owner_of(optimizer)._schedulers)
         return [getattr(scheduler, "last_epoch", 0) for scheduler in schedulers]
 
-    def _write_weights(self, moment: str) -> None:
-        """Writes the whole weights and the buffers of all models."""
+    def _write_weights(self, moment: str, number: int) -> None:
+        """Writes the whole weights and the buffers of a model."""
         from safetensors.torch import save_file
 
-        modules = self._modules()
-        for number, model in enumerate(self.accelerator._models):
-            weights = {
-                name: tensor.detach().to("cpu", copy=True).contiguous()
-                for name, tensor in self.accelerator.stream_weights(model)
-            }
-            for name, buffer in fsdp2_canonicalize_names(dict(modules[number].named_buffers())).items():
-                if not buffer.is_meta and name not in weights:
-                    whole = ops.to_full_tensors(buffer.detach())
-                    weights[f"{BUFFER}{name}"] = whole.to("cpu", copy=True).contiguous()
-            path = Path(self.options.folder) / WEIGHTS_FILE.format(moment, number)
-            if self.accelerator.is_main_process and not (moment == "before" and path.exists()):
-                save_file(weights, path)
+        accelerator, model = self._models[number]
+        weights = {
+            name: tensor.detach().to("cpu", copy=True).contiguous()
+            for name, tensor in accelerator.stream_weights(model)
+        }
+        buffers = dict(_module_of(accelerator, model).named_buffers())
+        for name, buffer in fsdp2_canonicalize_names(buffers).items():
+            if not buffer.is_meta and name not in weights:
+                whole = ops.to_full_tensors(buffer.detach())
+                weights[f"{BUFFER}{name}"] = whole.to("cpu", copy=True).contiguous()
+        path = Path(self.options.folder) / WEIGHTS_FILE.format(moment, number)
+        if accelerator.is_main_process and not (moment == "before" and path.exists()):
+            save_file(weights, path)
 
     # Outputs of modules
 
-    def _trace(self) -> None:
-        """Records the outputs of all modules in the first micro-batch of a step."""
-        for number, model in enumerate(self._modules()):
-            model.register_forward_pre_hook(
-                lambda module, args, kwargs, number=number: self._note_inputs(number, (args, kwargs)),
-                with_kwargs=True,
-            )
-            for name, module in model.named_modules():
-                key = f"{number}:{name}"
-                module.register_forward_hook(
-                    lambda module, _, output, key=key: self._note_output(key, output)
-                )
+    def _trace(self, number: int, model: nn.Module) -> None:
+        """Records the outputs of the modules of a model in the first micro-batch of a step."""
+        model.register_forward_pre_hook(
+            lambda module, args, kwargs: self._note_inputs(number, (args, kwargs)), with_kwargs=True
+        )
+        for name, module in model.named_modules():
+            key = f"{number}:{name}"
+            module.register_forward_hook(lambda module, _, output, key=key: self._note_output(key, output))
 
     def _trace_gradients(self, optimizer: Any) -> None:
         """Keeps the norm of the gradient of each parameter of an optimizer."""
         own = set(map(id, optimizer.parameters()))
-        for number, model in enumerate(self._modules()):
+        for number, model in self._modules():
             for name, parameter in model.named_parameters():
                 if id(parameter) in own and parameter.grad is not None:
                     gradient = ops.to_full_tensors(parameter.grad)
@@ -431,6 +480,12 @@ class Recorder:
         # A projection differs for permuted entries, too, which have the same norm.
         direction = torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype).cos()
         self._outputs.setdefault(key, []).append([rows.shape[1], *(rows @ direction).tolist()])
+
+
+def _module_of(accelerator: Any, model: nn.Module) -> nn.Module:
+    """Returns the module of the script in a prepared model."""
+    module: nn.Module = accelerator.unwrap_model(model, keep_torch_compile=False)
+    return module
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -127,11 +127,13 @@ def read_run(folder: Path) -> Run:
             continue
         head = lines[0]
         run.size, run.num_groups = head["size"], head["num_groups"]
-        run.precision, run.label, run.batch_norms = head["precision"], head["label"], head["batch_norms"]
+        run.precision, run.label = head["precision"], head["label"]
+        names = [name for line in lines if line["kind"] == "model" for name in line["batch_norms"]]
+        run.batch_norms = list(dict.fromkeys([*run.batch_norms, *names]))
         for line in lines[1:]:
             if line["kind"] == "step":
                 groups.setdefault((line["optimizer"], line["step"]), []).append((head, line))
-            else:
+            elif line["kind"] == "end":
                 run.is_complete = True
                 run.gradients |= line["gradients"]
                 run.sizes = run.sizes or line["sizes"]
