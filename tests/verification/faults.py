@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import right
 import torch
 from right import BATCH, CLASSES, WIDTH, network, samples
@@ -421,6 +422,21 @@ def one_layout_stops_earlier() -> None:
         optimizer.zero_grad()
         if number * accelerator.num_processes >= 4:
             break
+
+
+class NoiseOfRank(right.Augmented):
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(PartialState().process_index)
+
+    def __getitem__(self, index: int) -> Any:
+        row, label = samples()[index]
+        return row + torch.tensor(self.generator.normal(size=WIDTH), dtype=torch.float32), label
+
+
+@fault("loss", "it has a generator of its own")
+def the_augmentation_has_a_generator_for_each_rank() -> None:
+    Accelerator()
+    train(loader=DataLoader(NoiseOfRank(), batch_size=BATCH))
 
 
 class ScaledByRank(nn.Module):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,6 +19,7 @@ from torch.utils.data import (
     IterableDataset,
     SequentialSampler,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -233,6 +236,33 @@ def own_batch_sampler() -> None:
 @program
 def workers() -> None:
     loader = DataLoader(samples(), batch_size=BATCH, shuffle=True, num_workers=2)  # type: ignore[arg-type]
+    train(Accelerator(), network(), loader=loader)
+
+
+class Augmented(Dataset[Any]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        row, label = samples()[index]
+        noise = torch.tensor(np.random.normal(size=WIDTH), dtype=torch.float32)
+        return row.roll(random.randrange(WIDTH)) + noise * torch.rand(1), label
+
+
+def masked(batch: list[Any]) -> list[Tensor]:
+    rows, labels = default_collate(batch)
+    return [rows * (torch.rand(rows.shape) < 0.8), labels]
+
+
+@program
+def augmented() -> None:
+    loader: Any = DataLoader(Augmented(), batch_size=BATCH, shuffle=True, collate_fn=masked)
+    train(Accelerator(), network(), loader=loader)
+
+
+@program
+def augmented_by_workers() -> None:
+    loader: Any = DataLoader(Augmented(), batch_size=BATCH, shuffle=True, collate_fn=masked, num_workers=2)
     train(Accelerator(), network(), loader=loader)
 
 

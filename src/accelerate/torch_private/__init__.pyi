@@ -5,6 +5,7 @@ from accelerate.torch_private.attention import (
 )
 from accelerate.torch_private.drawing import (
     draw_for_whole_batches as draw_for_whole_batches,
+    seeded as seeded,
     turn_off_dropout as turn_off_dropout,
     turn_off_dropout_of as turn_off_dropout_of,
 )
@@ -36,6 +37,8 @@ from accelerate.torch_private.loaders import (
     loader_progress as loader_progress,
     loader_tasks as loader_tasks,
     loader_workers as loader_workers,
+    read_sample as read_sample,
+    replace_fetch as replace_fetch,
     requested_samples as requested_samples,
     sources_of as sources_of,
     watch_indices as watch_indices,

@@ -6,10 +6,13 @@ ranks, of which each rank takes its rows. So the noise of a diffusion model is t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -35,6 +38,21 @@ class Batch(Protocol):
     num_groups: int
     group: int
     num_joined: int
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Sets the generators of Python, numpy and torch on the CPU, and restores their states at the end."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 def turn_off_dropout() -> None:

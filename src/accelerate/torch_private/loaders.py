@@ -39,6 +39,34 @@ def watch_indices(note: Callable[[Any, Any], None]) -> None:
     _BaseDataLoaderIter._next_index = next_index  # type: ignore[method-assign]
 
 
+def replace_fetch(fetch: Callable[[Any, Any, int], Any]) -> None:
+    """Replaces how a DataLoader reads the samples of a batch from a dataset with indices.
+
+    Args:
+        fetch: Function of the fetcher, the indices and the number of the batch in the pass, which is called
+            in the process that reads.
+    """
+    from torch.utils.data import get_worker_info
+    from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+    original: Callable[[Any, Any], Any] = _MapDatasetFetcher.fetch
+
+    def fetch_batch(self: Any, indices: Any) -> Any:
+        if not self.auto_collation:
+            return original(self, indices)
+        worker, count = get_worker_info(), getattr(self, "num_fetched", 0)
+        self.num_fetched = count + 1
+        return fetch(self, indices, count if worker is None else count * worker.num_workers + worker.id)
+
+    _MapDatasetFetcher.fetch = fetch_batch  # type: ignore[method-assign]
+
+
+def read_sample(fetcher: Any, index: Any) -> Any:
+    """Returns one sample of the dataset of a fetcher."""
+    read_several = getattr(fetcher.dataset, "__getitems__", None)
+    return read_several([index])[0] if read_several else fetcher.dataset[index]
+
+
 def sources_of(loader: Any) -> tuple[Any, Any]:
     """Returns the index sampler and the dataset of a DataLoader or of an iterator of one."""
     dataset = getattr(loader, "dataset", None)

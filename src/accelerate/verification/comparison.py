@@ -61,8 +61,8 @@ def _explain(finding: Finding, run: Run, reference: Run, tolerances: Tolerances)
             if digest != other and digest.split()[:-1] == other.split()[:-1]:
                 return (
                     f"Sample {name.rsplit('/', 1)[1]} has other values than in the reference. The dataset "
-                    "differs between ranks, such as one that the script has divided itself, or it draws "
-                    "random numbers in its samples or in collate_fn."
+                    "differs between ranks, such as one that the script has divided itself, or it has a "
+                    "generator of its own, or collate_fn draws numbers of numpy."
                 )
     if finding.what == "loss":
         return _explain_outputs(run, reference, tolerances)

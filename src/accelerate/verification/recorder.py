@@ -80,6 +80,7 @@ class Recorder:
         self._has_stepped = False
         self.is_in_pipeline = self.has_enlarged = False
         torch_private.watch_indices(self._note_indices)
+        torch_private.replace_fetch(self._fetch)
 
     def use(self, accelerator: Any) -> None:
         """Records the training with a new `Accelerator`, in addition to others or after them."""
@@ -122,6 +123,7 @@ class Recorder:
 
     def read(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields the batches of a pass over a prepared loader."""
+        self._find_groups()
         number = self._number_of(loader)
         pass_number = self._passes[number] = self._passes.get(number, -1) + 1
         self._requested_by(loader).clear()  # of a persistent iterator, whose pass was left early
@@ -177,8 +179,23 @@ class Recorder:
 
     def _seed(self, *numbers: int) -> None:
         """Sets the random numbers of a batch, which are the same on all ranks and in both runs."""
-        digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest()
-        rng.set_seed(int.from_bytes(digest, "little"))
+        rng.set_seed(_seed_of(*numbers))
+
+    def _fetch(self, fetcher: Any, indices: Any, number: int) -> Any:
+        """Reads a batch of which each sample has its own random numbers, on any rank and in any worker.
+
+        Those of `collate_fn` are drawn for the batch of all ranks.
+        """
+        samples = []
+        for index in indices:
+            with torch_private.seeded(_seed_of("sample", index)):
+                samples.append(torch_private.read_sample(fetcher, index))
+        rows, self.rows = self.rows, len(samples)
+        try:
+            with torch_private.seeded(_seed_of("batch", number)):
+                return fetcher.collate_fn(samples)
+        finally:
+            self.rows = rows
 
     # Steps
 
@@ -188,13 +205,8 @@ class Recorder:
             return
         self._has_begun = True
         accelerator = self.accelerator
-        strategy = accelerator._runtime.strategy
         size, rank = accelerator.num_processes, accelerator.process_index
-        self._own_groups, self._own_group = data_groups(strategy.loader_mesh, size, rank)
-        recovery = services.find(Recovery)
-        replicas, replica = (1, 0) if recovery is None else (recovery.num_replicas, recovery.replica)
-        self.num_groups = replicas * self._own_groups
-        self.group = replica * self._own_groups + self._own_group
+        replicas, replica = self._find_groups()
         self.write(
             "run",
             rank=replica * size + rank,
@@ -207,6 +219,17 @@ class Recorder:
         )
         if self.options.initial:
             self._load_rates()
+
+    def _find_groups(self) -> tuple[int, int]:
+        """Sets the data-parallel group of this rank, and returns the number of replica groups and its own."""
+        accelerator, recovery = self.accelerator, services.find(Recovery)
+        size, rank = accelerator.num_processes, accelerator.process_index
+        mesh = accelerator._runtime.strategy.loader_mesh
+        self._own_groups, self._own_group = data_groups(mesh, size, rank)
+        replicas, replica = (1, 0) if recovery is None else (recovery.num_replicas, recovery.replica)
+        self.num_groups = replicas * self._own_groups
+        self.group = replica * self._own_groups + self._own_group
+        return replicas, replica
 
     def _begin_models(self) -> None:
         """Writes the weights of models before their first step."""
@@ -480,6 +503,11 @@ class Recorder:
         # A projection differs for permuted entries, too, which have the same norm.
         direction = torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype).cos()
         self._outputs.setdefault(key, []).append([rows.shape[1], *(rows @ direction).tolist()])
+
+
+def _seed_of(*values: Any) -> int:
+    """Returns a seed for values, which is the same in all processes."""
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=4).digest(), "little")
 
 
 def _module_of(accelerator: Any, model: nn.Module) -> nn.Module:
