@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -95,7 +95,7 @@ def launch() -> Calls:
         script.write_text("from accelerate import PartialState\nPartialState()\n")
         flags = ["--cpu", "--num_processes", str(RANKS), "--main_process_port", "0", str(script)]
         args = [launch_command_parser().parse_args(flags) for _ in range(2)]
-        return [count_calls(lambda: launch_command(each)) for each in args][-1]
+        return [count_calls(partial(launch_command, each)) for each in args][-1]
 
 
 def main() -> int:
