@@ -12,11 +12,9 @@ Random functions return their mean meanwhile. The state of the model is restored
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,11 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accelerate import rng, torch_private
-from accelerate.base import ConfigurationError, PreparationError, StateError, listed
-from accelerate.devices import of_device
-from accelerate.logging import get_logger
-from accelerate.strategies.axes import whole_experts
-from accelerate.strategies.dtensors import fsdp2_canonicalize_names, named_parameters, whole_tensor
+from accelerate.base import ConfigurationError, PreparationError, StateError
+from accelerate.strategies.dtensors import named_parameters, whole_tensor
 from accelerate.strategies.pipeline.mean_draws import MeanDraws
 from accelerate.strategies.pipeline.microbatches import (
     LossFunction,
@@ -38,16 +33,22 @@ from accelerate.strategies.pipeline.microbatches import (
     not_additive,
     split_into_microbatches,
 )
+from accelerate.strategies.pipeline.reference import (
+    as_real,
+    changed_names,
+    copy_structure,
+    fixed_statistics,
+    restored_state,
+    state_of,
+    warn_of_state,
+    whole_reference,
+)
 from accelerate.strategies.pipeline.runner import Pipeline
-from accelerate.strategies.pipeline.tracing import flatten, restored_attributes, tensors_in
-from accelerate.strategies.pipeline.weights import whole_weights
+from accelerate.strategies.pipeline.tracing import flatten, tensors_in
 from accelerate.strategies.tolerances import TOLERANCES, tolerance_of
-
-logger = get_logger(__name__)
 
 SCALE = 2.0**7
 """Factor of the losses of the pipeline, so that gradients in float16 do not vanish."""
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NUM_COMPARED = 2
 """Number of micro-batches that the pipeline computes for the comparison."""
 HINT = "PipelineConfig(verify=False) trains without this comparison."
@@ -147,7 +148,7 @@ class Verification:
         compared = parts[:NUM_COMPARED]
         calls = _calls_of_layers(pipeline, compared)
         finisher = partial(pipeline.finisher, loss_fn=loss_fn, is_sum=is_sum)
-        with self._reference(pipeline) as reference:
+        with whole_reference(self._structure, pipeline) as reference:
             if len(parts) > 1:
                 self._check_parts(reference, parts, whole, finisher, loss_fn, is_sum)
             with torch.enable_grad(), self._autocast(), MeanDraws():
@@ -173,7 +174,7 @@ class Verification:
         parts, whole = _split(pipeline, batch, has_loss=False, is_sum=is_sum)
         if len(parts) > 1:
             finisher = partial(pipeline.finisher, loss_fn=None, is_sum=is_sum)
-            with self._reference(pipeline) as reference:
+            with whole_reference(self._structure, pipeline) as reference:
                 self._check_parts(reference, parts, whole, finisher, None, is_sum)
 
     def check_evaluation(self, pipeline: Pipeline, parts: Sequence[MicroBatch], whole: MicroBatch) -> None:
@@ -189,7 +190,7 @@ class Verification:
         parts, (whole,) = (_without_caches(pipeline, each) for each in (parts, [whole]))
         compared = parts[:NUM_COMPARED]
         calls = _calls_of_layers(pipeline, compared)
-        with self._reference(pipeline) as reference:
+        with whole_reference(self._structure, pipeline) as reference:
             if len(parts) > 1:
                 self._check_parts(reference, parts, whole)
             with self._autocast(), MeanDraws():
@@ -197,38 +198,6 @@ class Verification:
             del reference
         found = _compute_in_pipeline(pipeline, calls, compared)
         _raise_first(pipeline, self._differences(pipeline, expected, found), pipeline.group)
-
-    @contextmanager
-    def _reference(self, pipeline: Pipeline) -> Iterator[nn.Module]:
-        """Yields the whole model with the weights, modes and settings that the pipeline has now.
-
-        Called on all ranks of the pipeline.
-        """
-        reference = copy_structure(self._structure)
-        device = _device_for(pipeline.device, reference)
-        targets = {
-            **dict(reference.named_parameters(remove_duplicate=False)),
-            **dict(reference.named_buffers(remove_duplicate=False)),
-        }
-        trained, filled = _trained_names(pipeline), set[int]()
-        weights, send = whole_weights(pipeline)
-        with torch.no_grad():
-            for name, weight in weights.items():
-                values, target = send(weight).to(device), targets.get(name)
-                if target is None or id(target) in filled:  # not a tensor, or a tied one
-                    continue
-                filled.add(id(target))
-                if target.is_meta:
-                    _materialize(
-                        reference, target, nn.Parameter(values.clone(), requires_grad=name in trained)
-                    )
-                else:
-                    target.copy_(values)
-        with whole_experts([pipeline.model.model]):  # they have another number of experts otherwise
-            copy_settings(pipeline.model.model, reference)
-        reference.to(device)
-        with rng.restored_generators(pipeline.device):
-            yield reference
 
     def _check_parts(
         self,
@@ -245,21 +214,21 @@ class Verification:
         context = nullcontext() if is_exact else self._autocast()
         tolerance = TOLERANCES["no"] if is_exact else self._tolerance
         losses: list[Tensor] = []
-        with torch.no_grad(), context, MeanDraws(), _fixed_statistics(reference) as statistics:
-            with _restored_state(reference):
+        with torch.no_grad(), context, MeanDraws(), fixed_statistics(reference) as statistics:
+            with restored_state(reference):
                 found = [_call(reference, parts[0])]
-                first = _state_of(reference)
+                first = state_of(reference)
                 found += [_call(reference, part) for part in parts[1:]]
-                last = _state_of(reference)
-            with _restored_state(reference):
+                last = state_of(reference)
+            with restored_state(reference):
                 outputs = _call(reference, whole)
-                expected = _state_of(reference)
+                expected = state_of(reference)
             if finisher is not None:
                 finish = finisher(parts, scale=lambda loss: loss, losses=losses)
                 for index, each in enumerate(found):
                     finish(each, index)
                 together = loss_of(outputs, whole.target, loss_fn).float()
-        _warn_of_state(reference, parts, [*statistics, *_changed_names(first, last, expected)])
+        warn_of_state(reference, parts, [*statistics, *changed_names(first, last, expected)])
         if losses and together.isfinite():
             apart = torch.stack(losses).sum().to(together.device)
             if not torch.allclose(together, apart, rtol=tolerance.relative / 10, atol=1e-5):
@@ -300,73 +269,13 @@ class Verification:
         for index, outputs in found.outputs.items():
             for difference in _all_differences(outputs, expected.outputs[index], relative):
                 yield Difference((1,), f"returns other outputs (relative difference {difference:.1e})")
-        norms = [float(_real(gradient).float().norm()) for gradient in expected.gradients.values()]
+        norms = [float(as_real(gradient).float().norm()) for gradient in expected.gradients.values()]
         zero = self._tolerance.absolute * max(norms, default=0.0)
         for number, name in enumerate(named_parameters(pipeline.model.model)):
             values, right = (each.gradients.get(name, torch.zeros(())) for each in (found, expected))
             if difference := relative_difference(values, right, relative, zero):
                 text = f"computes another gradient of {name} (relative difference {difference:.1e})"
                 yield Difference((2, number), text)
-
-
-def copy_structure(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model whose parameters are on the meta device.
-
-    Attributes that cannot be copied, such as locks, are those of the model.
-    """
-    memo: dict[int, Any] = {
-        id(parameter): nn.Parameter(
-            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-        )
-        for parameter in model.parameters()
-    }
-    try:
-        return copy.deepcopy(model, dict(memo))
-    except Exception:
-        memo.update({id(value): value for value in _fixed_attributes(model)})
-        return copy.deepcopy(model, memo)
-
-
-def _fixed_attributes(model: nn.Module) -> Iterator[Any]:
-    """Yields the attributes of modules that cannot be copied."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            try:
-                copy.deepcopy(value, {id(each): each for each in model.modules()})
-            except Exception:
-                yield value
-
-
-def _materialize(model: nn.Module, target: Tensor, parameter: nn.Parameter) -> None:
-    """Replaces a parameter of a model on the meta device by one with values."""
-    if not weakref.getweakrefs(target):
-        torch.utils.swap_tensors(target, parameter)  # type: ignore[no-untyped-call]
-        return
-    for module in model.modules():  # recurrent layers, which replace their references with their attributes
-        for name, value in list(module._parameters.items()):
-            if value is target:
-                setattr(module, name, parameter)
-
-
-_OF_HOOKS = ("_output_capturing_hooks_installed",)
-"""Attributes of transformers that say whether a module has hooks, which its copy installs itself."""
-
-
-def copy_settings(model: nn.Module, reference: nn.Module) -> None:
-    """Gives a copy of a model the modes, attributes, configuration and new buffers that the model has now."""
-    modules = dict(reference.named_modules(remove_duplicate=False))
-    for name, module in fsdp2_canonicalize_names(dict(model.named_modules(remove_duplicate=False))).items():
-        attributes: Any = vars(modules[name]) if name in modules else {}
-        for key, value in vars(module).items():
-            is_plain = value is None or isinstance(value, (bool, int, float, str))
-            if key in attributes and key not in _OF_HOOKS and (is_plain or key == "config"):
-                attributes[key] = value
-        known = modules[name]._buffers if name in modules else module._buffers
-        for key, buffer in module._buffers.items():
-            if key not in known and buffer is not None:  # such as a cache that the first forward creates
-                modules[name].register_buffer(key, buffer.detach().clone(), persistent=False)
 
 
 def relative_difference(values: Tensor, right: Tensor, tolerance: float, zero: float = 0.0) -> float:
@@ -381,7 +290,7 @@ def relative_difference(values: Tensor, right: Tensor, tolerance: float, zero: f
     Returns:
         The difference, infinity if other entries are finite, or 0 for tensors that are not floating-point.
     """
-    values, right = _real(values), _real(right)
+    values, right = as_real(values), as_real(right)
     if not right.is_floating_point() or (values.ndim and right.ndim and values.shape != right.shape):
         return 0.0
     values, right = (each.detach().to("cpu", torch.float64) for each in (values, right))
@@ -391,10 +300,6 @@ def relative_difference(values: Tensor, right: Tensor, tolerance: float, zero: f
     if difference <= tolerance * norm + zero + 1e-12:
         return 0.0
     return difference / norm if norm else float("inf")
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _all_differences(values: Iterable[Tensor], right: Iterable[Tensor], tolerance: float) -> Iterator[float]:
@@ -412,74 +317,6 @@ def _is_per_sample(leaf: Any, leaves: Sequence[Any], sizes: Sequence[int]) -> bo
         return False
     shapes = [each.shape[1:] for each in leaves]
     return [len(leaf), *map(len, leaves)] == [sum(sizes), *sizes] and set(shapes) == {leaf.shape[1:]}
-
-
-@contextmanager
-def _restored_state(model: nn.Module) -> Iterator[None]:
-    """Restores attributes and buffers of a model at its end."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with restored_attributes(model):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, values in buffers:
-                    buffer.copy_(values)
-
-
-@contextmanager
-def _fixed_statistics(model: nn.Module) -> Iterator[list[str]]:
-    """Lets batch normalization use its running statistics, and yields the names of its modules.
-
-    In a pipeline it uses those of micro-batches, as it does with gradient accumulation.
-    """
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, BATCH_NORMS) and module.training
-    }
-    for layer in layers.values():
-        layer.eval()
-    try:
-        yield list(layers)
-    finally:
-        for layer in layers.values():
-            layer.train()
-
-
-def _state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns copies of the buffers of a model, and the numbers among the attributes of its modules."""
-    numbers = {
-        f"{name}.{key}".removeprefix("."): torch.tensor(value)
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if type(value) in (int, float)
-    }
-    return numbers | {name: buffer.clone() for name, buffer in model.named_buffers()}
-
-
-def _changed_names(
-    first: Mapping[str, Tensor], last: Mapping[str, Tensor], whole: Mapping[str, Tensor]
-) -> Iterator[str]:
-    """Yields the names of values that change with each micro-batch, to others than after the whole batch."""
-    for name, value in last.items():
-        others = [state.get(name, torch.zeros(())) for state in (first, whole)]
-        if all(value.shape != other.shape or not _is_close(value, other) for other in others):
-            yield name
-
-
-def _is_close(value: Tensor, other: Tensor) -> bool:
-    return torch.allclose(_real(value).double(), _real(other).double(), rtol=1e-3, atol=1e-6, equal_nan=True)
-
-
-def _warn_of_state(model: nn.Module, parts: Sequence[MicroBatch], names: Sequence[str]) -> None:
-    if names:
-        logger.warning(
-            f"The state of {listed(names)} in {type(model).__name__} depends on {len(parts)} micro-batches "
-            f"of {parts[0].size} samples in place of their batch, as it does with gradient accumulation. Set "
-            "microbatches=1 in PipelineConfig to compute it for batches, or use a layer without statistics "
-            "of batches."
-        )
 
 
 def _split(
@@ -522,22 +359,6 @@ def _batch_of_first_rank(pipeline: Pipeline, batch: Any) -> Any:
     sent = [tree_map(Tensor, lambda tensor: tensor.detach().cpu(), batch) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(sent, 0, device=pipeline.device)
     return tree_map(Tensor, lambda tensor: tensor.to(pipeline.device), sent[0])
-
-
-def _device_for(device: torch.device, model: nn.Module) -> torch.device:
-    """Returns the device if it has memory for weights, gradients and activations, and otherwise the CPU."""
-    backend = of_device(device)
-    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    fits = backend.is_host or backend.free_memory(device.index or 0) > 3 * size
-    return device if fits else torch.device("cpu")
-
-
-def _trained_names(pipeline: Pipeline) -> set[str]:
-    """Returns the names of the parameters that are trained on some rank of the pipeline."""
-    own = [name for name, p in named_parameters(pipeline.model.model).items() if p.requires_grad]
-    gathered: list[Any] = [None] * dist.get_world_size(pipeline.group)
-    dist.all_gather_object(gathered, own, group=pipeline.group)
-    return {name for names in gathered for name in names}
 
 
 def _calls_of_layers(pipeline: Pipeline, parts: Sequence[MicroBatch]) -> list[list[LayerCall]]:
@@ -636,7 +457,7 @@ def _compute_in_pipeline(
         for stage, module, original in originals:
             assert original is not None
             module.compute = partial(compute, stage, original)
-        with _restored_state(model), rng.restored_generators(pipeline.device), MeanDraws():
+        with restored_state(model), rng.restored_generators(pipeline.device), MeanDraws():
             pipeline.run(parts, end, has_backward=finish is not None, shares_error=True)
             if finish is not None:
                 pipeline.sum_shared_gradients()
