@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -265,6 +266,106 @@ def refuse_losses() -> dict[str, str]:
 def test_losses_that_would_be_wrong_are_refused_on_all_ranks(run: Run) -> None:
     for found in run(refuse_losses, processes=2, timeout=60):
         assert {expected: text for expected, text in found.items() if expected not in text} == {}
+
+
+def read_attribute(model: Any) -> Tensor:
+    loss: Tensor = model.layers[0].penalty
+    return loss
+
+
+def read_first_attribute(model: Any) -> Tensor:
+    return model.layers[0].first  # type: ignore[no-any-return]
+
+
+def read_last_attribute(model: Any) -> Tensor:
+    return model.layers[3].penalty  # type: ignore[no-any-return]
+
+
+def read_weight(model: Any) -> Tensor:
+    weight: Tensor = model.layers[0].linear.weight
+    return weight.square().sum()
+
+
+def read_detached_weight(model: Any) -> Tensor:
+    return read_weight(model).detach()
+
+
+def sum_weights(model: Any) -> Tensor:
+    return torch.stack([parameter.square().sum() for parameter in model.layers.parameters()]).sum()
+
+
+class Penalized(Layer):
+    """Layer that sets an attribute, which it has before the first forward, and another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.penalty: Any = 0.0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.penalty = hidden.detach().mean()
+        self.first = hidden.detach().square().mean()
+        return super().forward(hidden)
+
+
+READERS = (
+    read_attribute,
+    read_first_attribute,
+    read_last_attribute,
+    read_weight,
+    read_detached_weight,
+    sum_weights,
+)
+
+
+def refuse_readers(verify: bool, microbatches: int) -> dict[str, str]:
+    config = PipelineConfig(microbatches=microbatches, verify=verify)
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2, pp_handler=config))
+    found = {}
+    for reader in READERS:
+        torch.manual_seed(0)
+        model = accelerator.prepare(tower(Penalized, call, keep))
+        batch = (torch.randn(8, 4), torch.randn(8, 4))
+
+        def loss_of(output: Tensor, target: Tensor, reader: Any = reader, model: Any = model) -> Tensor:
+            return F.mse_loss(output, target) + reader(model)
+
+        found[reader.__name__] = error_of(
+            lambda model=model, batch=batch, loss_of=loss_of: accelerator.forward_backward(
+                model, batch, loss_of
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize(("verify", "microbatches"), [(True, 2), (True, 1), (False, 2)])
+def test_losses_that_read_layers_of_other_ranks_are_refused_on_all_ranks(
+    run: Run, verify: bool, microbatches: int
+) -> None:
+    right = {"read_last_attribute"} if microbatches == 1 else set()
+    right |= set() if verify else {"read_attribute"}  # as layers hand over other values, too
+    for found in run(refuse_readers, verify, microbatches, processes=2, timeout=60):
+        assert {name for name, text in found.items() if not text} == right
+        if not verify:
+            assert "layers.0 has no attribute 'first' on this rank" in found["read_first_attribute"]
+
+
+def scale_by_own_weight() -> None:
+    torch.manual_seed(0)
+    alone = tower(Layer, call, keep)
+    accelerator = make_pipeline()
+    model: Any = accelerator.prepare(copy.deepcopy(alone))
+    inputs, targets = torch.randn(8, 4), torch.randn(8, 4)
+    losses = [
+        partial(lambda last, output, target: F.mse_loss(output, target) * last.weight.detach().norm(), last)
+        for last in (alone.layers[3].linear, model.layers[3].linear)  # type: ignore[index, union-attr]
+    ]
+    expected = losses[0](alone(inputs), targets)
+    loss = accelerator.forward_backward(model, (inputs, targets), losses[1])
+    torch.testing.assert_close(loss, expected.detach())
+
+
+def test_losses_may_read_weights_of_the_last_stage(run: Run) -> None:
+    run(scale_by_own_weight, processes=2)
 
 
 def evaluate_in_two_dtypes() -> None:

@@ -180,6 +180,12 @@ class OnlyInEvaluation(Hooked):
         return Net.forward(self, hidden) if self.training else super().forward(hidden)
 
 
+CAUSES = {
+    "Attribute": "layers.0 sets the attribute penalty",
+    "ListArgument": "layers.0 changes its argument outputs",
+    "TensorArgument": "layers.0 changes its argument total",
+    "Buffer": "layers.0 sets the buffer kept",
+}
 WRONG = [Attribute, ListArgument, TensorArgument, InPlace, Hooked, Buffer, Global, Centered, Counted]
 
 
@@ -239,6 +245,8 @@ def test_models_whose_layers_depend_on_more_than_their_arguments_are_refused(run
     ] == []
     assert second.keys() == first.keys()
     assert all(second.values())
+    assert {name: text for name, text in CAUSES.items() if text not in first[name]} == {}
+    assert "On one rank" not in first["Hooked"]
 
 
 def train_without_comparison() -> float:

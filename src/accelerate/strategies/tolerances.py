@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 class Tolerance(NamedTuple):
@@ -33,3 +34,32 @@ def tolerance_of(model: nn.Module, precision: str) -> Tolerance:
     """Returns the tolerance of a model, whose weights may have a lower precision than the run."""
     is_low = any(p.is_floating_point() and p.element_size() < 4 for p in model.parameters())
     return TOLERANCES["bf16" if is_low and precision == "no" else precision]
+
+
+def relative_difference(values: Tensor, right: Tensor, tolerance: float, zero: float = 0.0) -> float:
+    """Returns the norm of the difference of two tensors relative to that of the second one.
+
+    Args:
+        values: A tensor.
+        right: Tensor of that shape, or of another one if only local parts are known.
+        tolerance: Largest difference that counts as 0.
+        zero: Norm of a difference that counts as 0.
+
+    Returns:
+        The difference, infinity if other entries are finite, or 0 for tensors that are not floating-point.
+    """
+    values, right = as_real(values), as_real(right)
+    if not right.is_floating_point() or (values.ndim and right.ndim and values.shape != right.shape):
+        return 0.0
+    values, right = (each.detach().to("cpu", torch.float64) for each in (values, right))
+    if not (values - right).isfinite().all() and not values.isfinite().equal(right.isfinite()):
+        return float("inf")
+    difference, norm = (float(each.nan_to_num(0.0, 0.0, 0.0).norm()) for each in (values - right, right))
+    if difference <= tolerance * norm + zero + 1e-12:
+        return 0.0
+    return difference / norm if norm else float("inf")
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Returns the real and imaginary parts of a complex tensor, and other tensors unchanged."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

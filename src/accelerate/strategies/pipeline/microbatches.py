@@ -263,21 +263,22 @@ def check_loss(computed: Sequence[Computed], loss_fn: LossFunction, is_sum: bool
     losses = [each.loss for each in computed]
     both = merge_outputs([each.outputs for each in computed], sizes)
     target = merge_outputs([each.microbatch.target for each in computed], sizes)
+    is_low = any(torch.finfo(t.dtype).bits < 32 for t in tensors_in(both) if t.is_floating_point())
+    is_close = partial(torch.allclose, rtol=2e-2 if is_low else 1e-4, atol=1e-5)
     with rng.restored_generators(losses[0].device):
-        loss = loss_of(both, target, loss_fn).float()
-    if loss.requires_grad:
+        again = loss_of(computed[0].outputs, computed[0].microbatch.target, loss_fn)
+        together = loss_of(both, target, loss_fn).detach().float()
+    if again.requires_grad or (again.isfinite() and not is_close(again.float(), losses[0].float())):
         raise PreparationError(
-            "loss_fn uses parameters besides the outputs of the model, and in a pipeline only the rank of "
-            "the last stage computes it, without the parameters of other ranks. Compute this part in the "
-            "model, or use weight_decay of the optimizer for a penalty on weights."
+            "loss_fn uses parameters or attributes of layers besides the outputs of the model, and in a "
+            "pipeline only the rank of the last stage computes it, without the layers of other ranks. Return "
+            "what it needs from the forward of the model, or use weight_decay of the optimizer for a penalty "
+            "on weights."
         )
-    together = loss.detach()
     weights = [1.0 if is_sum else float(size) for size in sizes]
     weighted = [w * loss.float() for w, loss in zip(weights, losses, strict=True)]
     apart = torch.stack(weighted).sum() / (1 if is_sum else sum(weights))
-    dtypes = {tensor.dtype for tensor in tensors_in(both) if tensor.is_floating_point()}
-    is_low = any(torch.finfo(dtype).bits < 32 for dtype in dtypes)
-    if not together.isfinite() or torch.allclose(together, apart, rtol=2e-2 if is_low else 1e-4, atol=1e-5):
+    if not together.isfinite() or is_close(together, apart):
         return
     raise not_additive(2, together, apart, is_sum)
 

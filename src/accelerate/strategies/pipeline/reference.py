@@ -20,8 +20,10 @@ from accelerate.strategies.axes import whole_experts
 from accelerate.strategies.dtensors import fsdp2_canonicalize_names, named_parameters
 from accelerate.strategies.pipeline.microbatches import MicroBatch
 from accelerate.strategies.pipeline.runner import Pipeline
+from accelerate.strategies.pipeline.side_effects import OF_MODULES
 from accelerate.strategies.pipeline.tracing import restored_attributes
 from accelerate.strategies.pipeline.weights import whole_weights
+from accelerate.strategies.tolerances import as_real
 
 logger = get_logger(__name__)
 
@@ -137,6 +139,18 @@ def restored_state(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def state_of_other(model: nn.Module, other: nn.Module) -> Iterator[None]:
+    """Gives a model the weights and attributes of another one with the same modules inside the block."""
+    others = dict(other.named_modules(remove_duplicate=False))
+    modules = fsdp2_canonicalize_names(dict(model.named_modules(remove_duplicate=False)))
+    with restored_attributes(model):
+        for name in modules.keys() & others.keys():
+            attributes = vars(others[name])
+            vars(modules[name]).update({key: attributes[key] for key in attributes.keys() - OF_MODULES})
+        yield
+
+
+@contextmanager
 def fixed_statistics(model: nn.Module) -> Iterator[list[str]]:
     """Lets batch normalization use its running statistics, and yields the names of its modules.
 
@@ -175,11 +189,6 @@ def changed_names(
         others = [state.get(name, torch.zeros(())) for state in (first, whole)]
         if all(value.shape != other.shape or not _is_close(value, other) for other in others):
             yield name
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """Returns the real and imaginary parts of a complex tensor, and other tensors unchanged."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _is_close(value: Tensor, other: Tensor) -> bool:

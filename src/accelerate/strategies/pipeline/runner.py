@@ -6,6 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property, partial
 from typing import Any, Protocol
 
@@ -416,6 +417,18 @@ class Pipeline:
         if shares_error:
             self._raise_shared()
 
+    @contextmanager
+    def sharing_errors(self) -> Iterator[None]:
+        """Raises an error inside the block on all ranks of the pipeline.
+
+        Called on all ranks of the pipeline.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._error = error
+        self._raise_shared()
+
     def _raise_shared(self) -> None:
         """Raises the error of a stage on all ranks of the pipeline."""
         error, self._error = self._error, None
@@ -455,11 +468,8 @@ class Pipeline:
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         key = signature_of((part.args, part.kwargs, self.model.model.training, autocast))
         if key not in self._traces:
-            try:
+            with self.sharing_errors():
                 self._traces[key] = self.model.trace(part.args, part.kwargs)
-            except (ConfigurationError, PreparationError, StateError) as error:
-                self._error = error
-            self._raise_shared()
         return self._traces[key]
 
     def _schedule(self, has_backward: bool) -> Any:
@@ -512,7 +522,8 @@ class Pipeline:
             if stage < len(self._ranks) - 1:
                 return outputs
             assert self._finish is not None
-            return self._finish(outputs, index)
+            with self.model.outside() if self._shares_error else nullcontext():
+                return self._finish(outputs, index)
         except Exception as error:
             if not self._shares_error:
                 raise

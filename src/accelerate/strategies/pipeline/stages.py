@@ -297,6 +297,14 @@ class PipelineModel:
         """Returns a context manager in which forwards may read shapes of weights of other stages."""
         return torch_private.replaced_weights(self._absent, has_hooks=True)
 
+    def outside(self) -> AbstractContextManager[None]:
+        """Returns a context manager, inside of `running`, for code that is no forward, such as a loss."""
+        hidden: dict[nn.Module, torch_private.Weights] = {
+            part: (dict.fromkeys(parameters), dict.fromkeys(buffers))
+            for part, (parameters, buffers) in self._absent.items()
+        }
+        return torch_private.replaced_weights(hidden, has_hooks=True)
+
     @torch.no_grad()
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
         """Returns the trace of a forward, without communication and without a change of random states."""

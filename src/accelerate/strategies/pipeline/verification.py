@@ -13,7 +13,7 @@ Random functions return their mean meanwhile. The state of the model is restored
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accelerate import rng, torch_private
-from accelerate.base import ConfigurationError, PreparationError, StateError
+from accelerate.base import ConfigurationError, PreparationError, StateError, listed
 from accelerate.strategies.dtensors import named_parameters, whole_tensor
 from accelerate.strategies.pipeline.mean_draws import MeanDraws
 from accelerate.strategies.pipeline.microbatches import (
@@ -34,18 +34,19 @@ from accelerate.strategies.pipeline.microbatches import (
     split_into_microbatches,
 )
 from accelerate.strategies.pipeline.reference import (
-    as_real,
     changed_names,
     copy_structure,
     fixed_statistics,
     restored_state,
     state_of,
+    state_of_other,
     warn_of_state,
     whole_reference,
 )
 from accelerate.strategies.pipeline.runner import Pipeline
+from accelerate.strategies.pipeline.side_effects import SideEffects
 from accelerate.strategies.pipeline.tracing import flatten, tensors_in
-from accelerate.strategies.tolerances import TOLERANCES, tolerance_of
+from accelerate.strategies.tolerances import TOLERANCES, as_real, relative_difference, tolerance_of
 
 SCALE = 2.0**7
 """Factor of the losses of the pipeline, so that gradients in float16 do not vanish."""
@@ -90,12 +91,15 @@ class Computation(NamedTuple):
         outputs: Tensors in the outputs of the model by the index of the micro-batch.
         losses: Parts of the micro-batches in the loss of the batch.
         gradients: Gradients by the name of the parameter.
+        changes: What layers change besides their outputs.
+        changes: What layers change besides their outputs, on one rank.
     """
 
     layers: dict[tuple[int, int], LayerOutput]
     outputs: dict[int, list[Tensor]]
     losses: list[Tensor]
     gradients: dict[str, Tensor]
+    changes: Collection[str] = ()
 
 
 class Difference(NamedTuple):
@@ -148,17 +152,19 @@ class Verification:
         compared = parts[:NUM_COMPARED]
         calls = _calls_of_layers(pipeline, compared)
         finisher = partial(pipeline.finisher, loss_fn=loss_fn, is_sum=is_sum)
-        with whole_reference(self._structure, pipeline) as reference:
+        with whole_reference(self._structure, pipeline) as reference, pipeline.sharing_errors():
+            reading = loss_fn and partial(_loss_with_reference, loss_fn, pipeline.model.model, reference)
+            on_one_rank = partial(pipeline.finisher, loss_fn=reading, is_sum=is_sum)
             if len(parts) > 1:
-                self._check_parts(reference, parts, whole, finisher, loss_fn, is_sum)
+                self._check_parts(reference, parts, whole, on_one_rank, reading, is_sum)
             with torch.enable_grad(), self._autocast(), MeanDraws():
-                expected = _compute(reference, pipeline, compared, finisher)
-            del reference
+                expected = _compute(reference, pipeline, compared, on_one_rank)
+            del reference, on_one_rank, reading
         if not all(loss.isfinite() for loss in expected.losses):
             return False
         with torch.enable_grad():
-            found = _compute_in_pipeline(pipeline, calls, compared, finisher)
-        _raise_first(pipeline, self._differences(pipeline, expected, found), None)
+            found = _compute_in_pipeline(pipeline, calls, compared, expected.changes, finisher)
+        _raise_first(pipeline, self._differences(pipeline, expected, found), None, expected.changes)
         return True
 
     def check_loss(self, pipeline: Pipeline, batch: Any, *, is_sum: bool) -> None:
@@ -174,7 +180,7 @@ class Verification:
         parts, whole = _split(pipeline, batch, has_loss=False, is_sum=is_sum)
         if len(parts) > 1:
             finisher = partial(pipeline.finisher, loss_fn=None, is_sum=is_sum)
-            with whole_reference(self._structure, pipeline) as reference:
+            with whole_reference(self._structure, pipeline) as reference, pipeline.sharing_errors():
                 self._check_parts(reference, parts, whole, finisher, None, is_sum)
 
     def check_evaluation(self, pipeline: Pipeline, parts: Sequence[MicroBatch], whole: MicroBatch) -> None:
@@ -190,14 +196,14 @@ class Verification:
         parts, (whole,) = (_without_caches(pipeline, each) for each in (parts, [whole]))
         compared = parts[:NUM_COMPARED]
         calls = _calls_of_layers(pipeline, compared)
-        with whole_reference(self._structure, pipeline) as reference:
+        with whole_reference(self._structure, pipeline) as reference, pipeline.sharing_errors():
             if len(parts) > 1:
                 self._check_parts(reference, parts, whole)
             with self._autocast(), MeanDraws():
                 expected = _compute(reference, pipeline, compared)
             del reference
-        found = _compute_in_pipeline(pipeline, calls, compared)
-        _raise_first(pipeline, self._differences(pipeline, expected, found), pipeline.group)
+        found = _compute_in_pipeline(pipeline, calls, compared, expected.changes)
+        _raise_first(pipeline, self._differences(pipeline, expected, found), pipeline.group, expected.changes)
 
     def _check_parts(
         self,
@@ -215,19 +221,24 @@ class Verification:
         tolerance = TOLERANCES["no"] if is_exact else self._tolerance
         losses: list[Tensor] = []
         with torch.no_grad(), context, MeanDraws(), fixed_statistics(reference) as statistics:
+            finish = finisher and finisher(parts, scale=lambda loss: loss, losses=losses)
+
+            def compute(index: int) -> Any:
+                part = _call(reference, parts[index])
+                if finish is not None:
+                    finish(part, index)
+                return part
+
             with restored_state(reference):
-                found = [_call(reference, parts[0])]
+                found = [compute(0)]
                 first = state_of(reference)
-                found += [_call(reference, part) for part in parts[1:]]
+                found += [compute(index) for index in range(1, len(parts))]
                 last = state_of(reference)
             with restored_state(reference):
                 outputs = _call(reference, whole)
                 expected = state_of(reference)
-            if finisher is not None:
-                finish = finisher(parts, scale=lambda loss: loss, losses=losses)
-                for index, each in enumerate(found):
-                    finish(each, index)
-                together = loss_of(outputs, whole.target, loss_fn).float()
+                if finisher is not None:
+                    together = loss_of(outputs, whole.target, loss_fn).float()
         warn_of_state(reference, parts, [*statistics, *changed_names(first, last, expected)])
         if losses and together.isfinite():
             apart = torch.stack(losses).sum().to(together.device)
@@ -276,30 +287,6 @@ class Verification:
             if difference := relative_difference(values, right, relative, zero):
                 text = f"computes another gradient of {name} (relative difference {difference:.1e})"
                 yield Difference((2, number), text)
-
-
-def relative_difference(values: Tensor, right: Tensor, tolerance: float, zero: float = 0.0) -> float:
-    """Returns the norm of the difference of two tensors relative to that of the second one.
-
-    Args:
-        values: A tensor.
-        right: Tensor of that shape, or of another one if only local parts are known.
-        tolerance: Largest difference that counts as 0.
-        zero: Norm of a difference that counts as 0.
-
-    Returns:
-        The difference, infinity if other entries are finite, or 0 for tensors that are not floating-point.
-    """
-    values, right = as_real(values), as_real(right)
-    if not right.is_floating_point() or (values.ndim and right.ndim and values.shape != right.shape):
-        return 0.0
-    values, right = (each.detach().to("cpu", torch.float64) for each in (values, right))
-    if not (values - right).isfinite().all() and not values.isfinite().equal(right.isfinite()):
-        return float("inf")
-    difference, norm = (float(each.nan_to_num(0.0, 0.0, 0.0).norm()) for each in (values - right, right))
-    if difference <= tolerance * norm + zero + 1e-12:
-        return 0.0
-    return difference / norm if norm else float("inf")
 
 
 def _all_differences(values: Iterable[Tensor], right: Iterable[Tensor], tolerance: float) -> Iterator[float]:
@@ -386,11 +373,20 @@ def _call(model: nn.Module, part: MicroBatch) -> Any:
     return model(*args, **kwargs)
 
 
+def _loss_with_reference(
+    loss_fn: LossFunction, model: nn.Module, reference: nn.Module, outputs: Any, target: Any
+) -> Tensor:
+    """Returns a loss of the reference, whose weights and attributes the model has meanwhile."""
+    with state_of_other(model, reference):
+        return loss_fn(outputs, target)
+
+
 def _compute(
     reference: nn.Module, pipeline: Pipeline, parts: Sequence[MicroBatch], finisher: Finisher | None = None
 ) -> Computation:
     """Returns what the model on one rank computes."""
-    result = Computation({}, {}, [], {})
+    effects = SideEffects()
+    result = Computation({}, {}, [], {}, effects.texts)
     finish = finisher and finisher(parts, scale=lambda loss: loss, losses=result.losses, is_checked=True)
     outputs_of_forward: list[LayerOutput] = []
 
@@ -398,8 +394,9 @@ def _compute(
         outputs_of_forward.append(LayerOutput(name, _copies(outputs)))
 
     for submodule in pipeline.model.split.submodules:
+        name = submodule.names[0]
+        effects.observe(name, reference.get_submodule(name))
         if submodule.has_parameters:
-            name = submodule.names[0]
             reference.get_submodule(name).register_forward_hook(partial(record, name))
     for index, part in enumerate(parts):
         outputs_of_forward.clear()  # of a recomputation in the last backward pass
@@ -419,6 +416,7 @@ def _compute_in_pipeline(
     pipeline: Pipeline,
     calls: Sequence[Sequence[LayerCall]],
     parts: list[MicroBatch],
+    changes: Collection[str],
     finisher: Finisher | None = None,
 ) -> Computation:
     """Returns what the stages of this rank compute.
@@ -464,7 +462,7 @@ def _compute_in_pipeline(
     except (ConfigurationError, PreparationError, StateError):
         raise
     except Exception as error:
-        raise _not_equal(pipeline, f"raises {type(error).__name__} ({error})") from error
+        raise _not_equal(pipeline, f"raises {type(error).__name__} ({error})", changes) from error
     else:
         for name, parameter in named_parameters(model).items():
             if parameter.grad is not None:
@@ -479,21 +477,24 @@ def _compute_in_pipeline(
     return result
 
 
-def _raise_first(pipeline: Pipeline, differences: Iterable[Difference], group: Any) -> None:
+def _raise_first(
+    pipeline: Pipeline, differences: Iterable[Difference], group: Any, changes: Collection[str]
+) -> None:
     """Raises an error for the first difference of all ranks of a group."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, min(differences, default=None), group=group)
     found = [difference for difference in gathered if difference is not None]
     if found:
-        raise _not_equal(pipeline, min(found).text)
+        raise _not_equal(pipeline, min(found).text, changes)
 
 
-def _not_equal(pipeline: Pipeline, text: str) -> PreparationError:
+def _not_equal(pipeline: Pipeline, text: str, changes: Collection[str]) -> PreparationError:
     """Returns the error for a pipeline that does not compute what the model on one rank does."""
+    seen = f" On one rank, {listed(list(changes))}." if changes else ""
     return PreparationError(
         f"{type(pipeline.model.model).__name__} cannot be split into {pipeline.model.num_stages} stages: the "
-        f"pipeline {text}. Layers of other stages compute nothing on a rank, so what a layer hands over in "
-        "an attribute, a buffer, an argument that it changes, a hook or another object does not reach later "
-        "stages. Return it from the layer, or begin stages at other layers with "
+        f"pipeline {text}.{seen} Layers of other stages compute nothing on a rank, so what a layer hands "
+        "over in an attribute, a buffer, an argument that it changes, a hook or another object does not "
+        "reach later stages or loss_fn. Return it from the layer, or begin stages at other layers with "
         f"PipelineConfig(split=[...]). {HINT}"
     )
