@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections import deque
@@ -376,6 +377,9 @@ class Recorder:
     def after_update(self, optimizer: Any) -> None:
         """Writes the record of a step."""
         self._restore_rates()
+        strategy = self._owner_of(optimizer)._runtime.strategy
+        if not strategy.holds_gradients:
+            self._norm = _norm_of_engine(strategy, optimizer)
         self.write(
             "step",
             optimizer=self._observed.index(optimizer),
@@ -514,6 +518,13 @@ def _module_of(accelerator: Any, model: nn.Module) -> nn.Module:
     """Returns the module of the script in a prepared model."""
     module: nn.Module = accelerator.unwrap_model(model, keep_torch_compile=False)
     return module
+
+
+def _norm_of_engine(strategy: Any, optimizer: Any) -> float | None:
+    """Returns the gradient norm of the last step of an engine after clipping, or None if it is unknown."""
+    norm = float(strategy.clip_grad_norm(list(optimizer.parameters()), math.inf))
+    limit = getattr(optimizer.optimizer, "clip_grad", 0.0) or math.inf
+    return None if math.isnan(norm) else min(norm, float(limit))
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
