@@ -656,5 +656,52 @@ def adapters() -> None:
     train(Accelerator(), model, loader=loader, loss_of=lambda model, batch: model(**batch).loss)
 
 
+@program
+def text_to_image() -> None:
+    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+    from diffusers.optimization import get_scheduler
+    from diffusers.training_utils import EMAModel
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    encoder = AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, layers_per_block=1, sample_size=8)
+    encoder.requires_grad_(False)
+    model = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        norm_num_groups=4,
+        cross_attention_dim=WIDTH,
+        attention_head_dim=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    )
+    words = nn.Embedding(CLASSES, WIDTH).requires_grad_(False)
+    noise_scheduler = DDPMScheduler(num_train_timesteps=50)
+    average = EMAModel(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    size = accelerator.num_processes
+    schedule = get_scheduler("cosine", optimizer, num_warmup_steps=2 * size, num_training_steps=8 * size)
+    loader: Any = DataLoader(samples(shape=(3, 8, 8)), batch_size=BATCH, shuffle=True)  # type: ignore[arg-type]
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    for _ in range(3):
+        for images, labels in loader:
+            with accelerator.accumulate(model):
+                latents = encoder.encode(images).latent_dist.sample()
+                noise = torch.randn_like(latents)
+                noise += 0.1 * torch.randn((len(latents), latents.shape[1], 1, 1))
+                times = torch.randint(0, 50, (len(latents),))
+                noisy = noise_scheduler.add_noise(latents, noise, times)
+                predicted = model(noisy, times, words(labels).unsqueeze(1), return_dict=False)[0]
+                accelerator.backward(F.mse_loss(predicted, noise))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                average.step(model.parameters())
+
+
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]]()

@@ -40,6 +40,7 @@ LIBRARIES = {
     "trainer": "transformers",
     "adapters": "peft",
     "fine_tuning": "trl",
+    "text_to_image": "diffusers",
 }
 
 
