@@ -94,7 +94,6 @@ def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] 
     """Returns the batch size of the first argument that has one, or None.
 
     Args:
-
         args: positional arguments of a forward.
         kwargs: keyword arguments of a forward.
     """

@@ -55,7 +55,6 @@ def patch_optimizer_step(
     A gradient scaler calls the step of its optimizer only if all gradients are finite, unless the optimizer
     checks that itself, as fused optimizers do. The attribute shows whether parameters were updated.
     """
-
     reference = weakref.ref(accelerated_optimizer)  # the optimizer has the function
 
     @wraps(method)  # a scaler reads the signature

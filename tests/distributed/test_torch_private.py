@@ -83,7 +83,7 @@ def replicated_layout() -> list[Any]:
 
 
 def test_padding_between_replicated_parameters_is_not_counted(run):
-    """torch aligns each parameter to 16 bytes: after 6 elements the next one begins at 8."""
+    """Torch aligns each parameter to 16 bytes: after 6 elements the next one begins at 8."""
     first, second = run(replicated_layout, processes=2)
     assert first == [(2, 0), (0, 0, 6), (0, 8, 3)]
     assert second == [(2, 1), (0, 0, 6), (0, 8, 3)]

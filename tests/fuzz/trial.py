@@ -541,8 +541,10 @@ def run_one(seed: int, phase: str, root: str, stop: Event | None = None) -> Resu
 
 
 def run_jobs(jobs: list[tuple[int, str, Event | None]], root: str) -> None:
-    """Run trials one after another on a rank, and write their results to a file; a failure of one process is
-    a difference."""
+    """Runs trials one after another on a rank, and writes their results to a file.
+
+    A failure of one process is a difference.
+    """
     with Path(f"results_{PartialState().process_index}").open("wb") as file:
         for seed, phase, stop in jobs:
             try:

@@ -185,7 +185,6 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
     Returns:
         One `NAME=value` line with its line break for each pair that is kept.
     """
-
     import logging  # slow to import, and few programs call this function
 
     lines = []

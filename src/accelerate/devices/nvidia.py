@@ -171,9 +171,9 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
     Each call runs nvidia-smi. `set_numa_affinity` runs it once.
 
-        Args:
-            local_process_index: Rank of the process on its node.
-            verbose: Log the chosen cores. Default: in debug mode (`ACCELERATE_DEBUG_MODE`).
+    Args:
+        local_process_index: Rank of the process on its node.
+        verbose: Log the chosen cores. Default: in debug mode (`ACCELERATE_DEBUG_MODE`).
     """
     if verbose is None:
         verbose = parse_flag_from_env("ACCELERATE_DEBUG_MODE")

@@ -326,7 +326,6 @@ class AlignDevicesHook(ModelHook):
     """Hook that moves inputs and tensors of a module to a device before its forward.
 
     Args:
-
         execution_device: device of the forward. None does not move inputs.
         offload: whether the tensors of the module are offloaded, and loaded for the forward only.
         io_same_device: whether outputs are moved to the device of the inputs.
@@ -337,7 +336,6 @@ class AlignDevicesHook(ModelHook):
         tied_params_map: tied parameters by the address of the original and by device.
 
     Attributes:
-
         input_device: device of the inputs of the last call.
         original_devices: previous devices of offloaded tensors by name. "meta" means without a value.
         prefetcher: prefetches offloaded tensors one block ahead. None loads them when they are used.

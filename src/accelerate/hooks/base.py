@@ -211,7 +211,6 @@ class LayerwiseCastingHook(ModelHook):
     """Hook that stores the weights of a layer in a smaller dtype between forwards.
 
     Args:
-
         storage_dtype: dtype of the weights between forwards.
         compute_dtype: dtype of the weights during the forward.
         non_blocking: whether conversions may be asynchronous.

@@ -198,7 +198,6 @@ class CpuOffload(ModelHook):
     """Hook that moves a model to an accelerator when it is called, where it stays until it is offloaded.
 
     Args:
-
         execution_device: device of the forward. None: the accelerator of this process, or the CPU.
         prev_module_hook: hook of the previous model, which is offloaded first.
     """

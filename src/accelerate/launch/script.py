@@ -229,7 +229,6 @@ class PrepareForLaunch:
         """Sets the rank of this process, and then calls the function.
 
         Args:
-
             index: index of this process on its node, from 0.
             *args: arguments of the function.
         """

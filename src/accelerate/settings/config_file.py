@@ -137,7 +137,8 @@ def read_layer(path: Path, source: str) -> Layer:
 def check(mapping: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Checks every key and value of a file in the current format, and returns the values by option name.
 
-    Empty entries (null) count as not set."""
+    Empty entries (null) count as not set.
+    """
     values: dict[str, Any] = {}
     problems: list[str] = []
     for group, key, value in _entries(mapping, problems):

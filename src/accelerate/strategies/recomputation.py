@@ -327,7 +327,6 @@ def tracer_for(
     strategy: Strategy, step: planning.Step, policy: Policy
 ) -> Callable[[planning.Variant], planning.Trace]:
     """Returns a function that traces a step, whose variants with checkpointing recompute by a policy."""
-
     from accelerate.strategies.axes import list_experts, trace_share  # imports torch.distributed.tensor
 
     parallelism = strategy.context.request.parallelism

@@ -75,8 +75,10 @@ def evaluate(kind: Any, way: str, size: int, folder: str) -> list[Any]:
 
 
 def sizes(kind: Any, way: str) -> tuple[int, int]:
-    """One that two and three processes divide, and one in whose last round no rank mixes samples and padding,
-    which no weight can take out of a mean."""
+    """Returns a size that two and three processes divide, and one without a batch of samples and padding.
+
+    No weight takes the padding of such a batch out of a mean.
+    """
     is_sharded = way == "shard" or (way == "default" and kind is Map)
     return 48, 56 if is_sharded else 66
 

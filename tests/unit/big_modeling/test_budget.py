@@ -105,7 +105,7 @@ def test_sizes_are_read_and_sorted() -> None:
 
 
 def test_sizes_as_text_are_replaced_by_bytes_in_place() -> None:
-    """transformers plans with the dict of its user after it has passed it here."""
+    """Transformers plans with the dict of its user after it has passed it here."""
     given: dict[Any, Any] = {"cpu": "4kB", 0: "1MB", "disk": 7.5}
     get_balanced_memory(chain(1), given)
     assert given == {"cpu": 4000, 0: 10**6, "disk": 7.5}

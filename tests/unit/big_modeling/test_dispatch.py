@@ -185,7 +185,7 @@ def test_a_model_without_values_cannot_be_moved() -> None:
 
 
 def test_a_dispatched_model_runs_after_its_files_were_deleted(tmp_path: Path) -> None:
-    """transformers deletes the files of a folder before it saves a model that reads from them."""
+    """Transformers deletes the files of a folder before it saves a model that reads from them."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     path, x = tmp_path / "model.safetensors", torch.ones(1, 2)
     save_file(model.state_dict(), path)
