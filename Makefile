@@ -33,7 +33,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 .DEFAULT_GOAL := help
 # Arguments of `make gpu`.
 ARGS ?=
-.PHONY: help demo installed test test-device simulated-device test-slow test-versions gpu mutate fuzz chaos check check-systems bench scale reference pictures docs wheel clean
+.PHONY: help demo installed test test-device simulated-device test-slow test-versions gpu mutate fuzz chaos check check-systems bench figures scale reference pictures docs wheel clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -88,6 +88,9 @@ check-systems: $(VENV)/.check-installed ## types as on macOS and Windows
 bench: $(VENV)/.test-installed ## measure the speed budgets, each beside the raw call
 	@missed=0; for each in $(filter-out $(addprefix benchmarks/,counting.py families.py pairing.py ranks.py clients.py simulation.py scale.py),$(wildcard benchmarks/*.py)); do \
 		$(BIN)/python $$each || missed=1; echo; done; exit $$missed
+
+figures: $(VENV)/.test-installed ## print the size of the source tree, the files that each journey enters and the calls of a step
+	@for each in weight journeys step; do $(BIN)/python benchmarks/$$each.py; echo; done
 
 scale: $(VENV)/.test-installed ## measure up to 4,096 simulated ranks and 16 processes, and write docs/concepts/scale.md
 	$(BIN)/python benchmarks/scale.py --write; missed=$$?; $(BIN)/python docs/draw_pictures.py && exit $$missed

@@ -34,6 +34,27 @@ LAYOUTS = [
     ("experts", f"--num_processes 2 {AXES}_ep_size 2"),
     *(("plain", f"--num_processes 2 --use_deepspeed --zero_stage {stage}") for stage in (1, 2, 3)),
 ]
+EXAMPLES_FOLDER = FOLDER.parents[1] / "examples"
+EXAMPLES = [
+    *("accumulation.py", "digits.py", "gpt.py"),
+    *(
+        f"by_feature/{name}.py"
+        for name in (
+            "checkpointing",
+            "cross_validation",
+            "ddp_comm_hook",
+            "early_stopping",
+            "exact_metrics",
+            "fully_sharded",
+            "gradient_accumulation",
+            "memory",
+            "profiler",
+            "tracking",
+        )
+    ),
+    *(f"by_task/{name}.py" for name in ("audio", "diffusion", "language_model", "reinforcement")),
+]
+"""Examples that train replicas, and not ranks that differ by intent."""
 LIBRARIES = {
     "transformer": "transformers",
     "experts": "transformers",
@@ -96,6 +117,17 @@ def test_right_layouts_have_no_difference(tmp_path: Path, name: str, flags: str)
     if "--use_deepspeed" in flags:
         pytest.importorskip("deepspeed")
     check_right(tmp_path, name, flags.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_have_no_difference(tmp_path: Path, name: str) -> None:
+    command = [*VERIFY, "--num_processes", "2", str(EXAMPLES_FOLDER / name)]
+    ended = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
+    assert "trains what the reference trains" in ended.stdout
 
 
 @pytest.mark.slow
