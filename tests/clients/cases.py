@@ -69,7 +69,7 @@ CASES: dict[str, Case] = {
     "by hand, bf16, two processes": Case("by_hand", ("sklearn",), ("amp=true", *WHOLE), 2),
     "datasets, streamed": Case("streaming", ("datasets",)),
     "datasets, streamed, two processes": Case(
-        "streaming", ("datasets",), ('ways=["dealt out", "dealt out and split"]',), 2
+        "streaming", ("datasets",), ('ways=["dispatched", "dispatched and split"]',), 2
     ),
     "device maps": Case("placed", TRAINER),
     "peft": Case("lora", ("transformers", "peft")),

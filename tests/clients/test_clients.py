@@ -79,7 +79,7 @@ def test_each_streamed_row_is_read_once_in_every_mode(tmp_path: Path) -> None:
     assert len(counted) == 6
     for name in counted:
         assert sorted(one[name]) == sorted(two[name]) == whole, name
-    for name in ("dealt out", "dealt out and split"):
+    for name in ("dispatched", "dispatched and split"):
         assert two[f"{name}, counted"] == one[f"{name}, counted"], name
     for process, batches in enumerate(two["skipped"]):
         assert batches == two["as it comes"][process][2:]

@@ -69,7 +69,7 @@ def big_batch(data: Sentences, indices: list[int], model: torch.nn.Module) -> li
     return [p.grad for p in copied.parameters()]  # type: ignore[misc]
 
 
-def rounds(
+def micro_batches(
     accelerator: Accelerator, way: str, models: tuple[torch.nn.Module, ...], loader: Any
 ) -> Iterator[dict[str, Any]]:
     """The batches of a loader, each to be trained on before the next one is taken."""
@@ -93,7 +93,7 @@ def difference(accelerator: Accelerator, way: str, samples: int, steps: int, mod
     accelerator.gradient_accumulation_steps = steps
     differences, indices = [], []
     for _ in range(2):
-        for batch in rounds(accelerator, way, trained, loader):
+        for batch in micro_batches(accelerator, way, trained, loader):
             for model in trained:
                 accelerator.backward(loss_sum(model, batch))
             indices += batch["index"].tolist()

@@ -1,4 +1,4 @@
-"""Prepared loaders on several processes: shares, shuffles, dispatch, random transforms, nesting, failures."""
+"""Prepared loaders on several processes: shards, shuffles, dispatch, random transforms, nesting, failures."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def test_a_computed_order_is_the_same_for_any_number_of_processes(run: Run, disp
     orders = []
     for processes in (1, 2, 3):
         passes = zip(*run(read_in_constant_memory, dispatch, processes=processes), strict=True)
-        rounds = (batch for ranks in passes for one in zip(*ranks, strict=True) for batch in one)
-        orders.append([sample for batch in rounds for sample in batch])
+        global_batches = (batch for ranks in passes for one in zip(*ranks, strict=True) for batch in one)
+        orders.append([sample for batch in global_batches for sample in batch])
     assert orders[0] == orders[1] == orders[2]
     assert sorted(orders[0][:9000]) == sorted(orders[0][9000:]) == list(range(9000))
     assert orders[0][:9000] != orders[0][9000:]

@@ -83,7 +83,7 @@ def train(
     objects: list[Any],
     limit: float = 0.0,
     after: Callable[[int], None] = lambda number: None,
-    rounds: int = 1000,
+    steps: int = 1000,
 ) -> tuple[list[float], list[float]]:
     model, optimizer, batches, schedule = objects
     losses, norms = [], []
@@ -98,7 +98,7 @@ def train(
             optimizer.zero_grad()
         losses.append(float(accelerator.reduce(loss.detach(), "mean")))
         after(number)
-        if number + 1 == rounds:
+        if number + 1 == steps:
             break
     return losses, norms
 
@@ -148,7 +148,7 @@ def average_weights(stage: int, place: str, precision: str) -> tuple[float, bool
         for mean, weight in zip(naive, model.module.parameters(), strict=True):
             mean.lerp_(weight.detach().float(), 1 - 0.7)
 
-    train(accelerator, objects, after=follow, rounds=4, limit=0.5)
+    train(accelerator, objects, after=follow, steps=4, limit=0.5)
     difference = max(
         float((own - mean).abs().max()) for own, mean in zip(average.tensors(), naive, strict=True)
     )
@@ -166,7 +166,7 @@ def average_weights(stage: int, place: str, precision: str) -> tuple[float, bool
     exported = load_file("exported/model.safetensors")
     names = [name for name, _ in model.module.named_parameters()]
     is_applied &= all(torch.equal(exported[name], p) for name, p in zip(names, applied, strict=True))
-    train(accelerator, objects, rounds=2)
+    train(accelerator, objects, steps=2)
     accelerator.load_state("checkpoint")
     return difference, is_restored, is_applied, all(map(torch.equal, saved, average.tensors()))
 
@@ -195,7 +195,7 @@ def stream_weights() -> list[tuple[int, list[str], bool]]:
     found = []
     for stage in range(4):
         accelerator, objects = prepared(plugin_of(stage, "none"))
-        train(accelerator, objects, rounds=2)
+        train(accelerator, objects, steps=2)
         folder = Path(f"stage {stage}")
         accelerator.save_model(objects[0], folder)
         weights = {name: tensor.clone() for name, tensor in accelerator.stream_weights(objects[0])}

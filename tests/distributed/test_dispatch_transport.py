@@ -75,8 +75,8 @@ def keep_stacked(split: bool) -> list[Any]:
 @pytest.mark.parametrize("split", [False, True])
 def test_stacked_batches_never_change(run: Run, split: bool) -> None:
     ranks = run(keep_stacked, split)
-    rounds = [[*first, *second] for first, second in zip(*ranks, strict=True)]
-    assert [number for numbers in rounds for number in numbers] == [*range(22)] * 3
+    global_batches = [[*first, *second] for first, second in zip(*ranks, strict=True)]
+    assert [number for numbers in global_batches for number in numbers] == [*range(22)] * 3
 
 
 def read_behind(mark: Path) -> tuple[list[bool], int]:

@@ -438,7 +438,7 @@ def keep_even(samples: list[torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def gather_collated() -> list[list[int]]:
-    """Rows that a collate function makes of 14 samples, of which the last round has 2 as padding."""
+    """Rows that a collate function makes of 14 samples, of which the last global batch has 2 as padding."""
     found = []
     for collate in (double, keep_even):
         accelerator = Accelerator()

@@ -1,4 +1,4 @@
-"""The state over real processes: ranks, barriers, shares of inputs, and how a run ends."""
+"""The state over real processes: ranks, barriers, parts of inputs, and how a run ends."""
 
 from __future__ import annotations
 

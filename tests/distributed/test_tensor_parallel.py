@@ -97,7 +97,7 @@ class Layers(torch.nn.Module):
 
 
 def train_layers(mesh: dict[str, int], options: dict[str, bool], folder: str) -> list[float]:
-    """Four updates with two rounds each, whose losses are sums; the state is saved and loaded half-way."""
+    """Four updates of two micro-batches with sums as losses; the state is saved and loaded between."""
     config = ParallelismConfig(**mesh) if mesh else None
     accelerator = Accelerator(parallelism_config=config, gradient_accumulation_steps=2)
     model = Layers()

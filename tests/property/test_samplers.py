@@ -82,7 +82,7 @@ def test_ranks_have_the_sizes_of_all_shards() -> None:
 
 
 def real_samples(ranks: list[list[Seen]]) -> list[int]:
-    """What is left of all rounds, the parts of all ranks joined, when each rank's filler is cut."""
+    """The samples of all global batches without the padding of each rank."""
     found = []
     for step in zip(*ranks, strict=True):
         assert len({one.counts for one in step}) == 1
@@ -91,19 +91,19 @@ def real_samples(ranks: list[list[Seen]]) -> list[int]:
     return found
 
 
-def deal(
+def expected_batches(
     order: list[int], batch_size: int, world: int, split: bool, drop_last: bool, even: bool
 ) -> list[Any]:
-    """The rule: lay out rounds of `whole` places, and cut each in one part for each rank."""
+    """The rule: make global batches of `whole` places, and cut each in one part for each rank."""
     whole = batch_size if split or world == 1 else batch_size * world
     part = whole // world
-    rounds = chunks(order, whole)
-    if len(rounds[-1]) < whole and drop_last:
-        rounds.pop()
-    elif len(rounds[-1]) < whole and even and world > 1:
-        rounds[-1] = list(islice(chain(rounds[-1], cycle(order)), whole))
-    dealt = [[one[rank * part : (rank + 1) * part] for one in rounds] for rank in range(world)]
-    return [[batch for batch in batches if batch] for batches in dealt]
+    global_batches = chunks(order, whole)
+    if len(global_batches[-1]) < whole and drop_last:
+        global_batches.pop()
+    elif len(global_batches[-1]) < whole and even and world > 1:
+        global_batches[-1] = list(islice(chain(global_batches[-1], cycle(order)), whole))
+    parts = [[one[rank * part : (rank + 1) * part] for one in global_batches] for rank in range(world)]
+    return [[batch for batch in batches if batch] for batches in parts]
 
 
 @SETTINGS
@@ -137,7 +137,7 @@ def test_map_style_data(
     assert sorted(order) == list(range(size))
     assert shuffle or order == list(range(size))
     ranks = read_on_all(make, world, split_batches=split, even_batches=even, **seeded)
-    assert batches_of(ranks) == deal(order, batch_size, world, split, drop_last, even)
+    assert batches_of(ranks) == expected_batches(order, batch_size, world, split, drop_last, even)
     if drop_last:
         assert all(one.counts is None and one.remainder == -1 for one in chain.from_iterable(ranks))
     elif even:
@@ -189,7 +189,7 @@ def test_iterable_data(
         split_batches=split,
         even_batches=even,
     )
-    assert batches_of(ranks) == deal(list(range(size)), batch_size, world, split, drop_last, True)
+    assert batches_of(ranks) == expected_batches(list(range(size)), batch_size, world, split, drop_last, True)
     if not drop_last:
         assert real_samples(ranks) == list(range(size))
 
@@ -214,10 +214,12 @@ def test_dispatched_rounds(size: int, batch_size: int, groups: int, split: bool,
     batches = [torch.tensor(chunk) for chunk in chunks(list(range(size)), batch_size)]
     if drop_last and len(batches[-1]) < batch_size:
         batches.pop()
-    rounds = list(GlobalBatchBuilder(groups, split, drop_last).build(iter(batches)))
-    assert [one.is_last for one in rounds] == [False] * (len(rounds) - 1) + [True] * bool(rounds)
+    global_batches = list(GlobalBatchBuilder(groups, split, drop_last).build(iter(batches)))
+    *earlier, last = [one.is_last for one in global_batches] or [True]
+    assert last
+    assert not any(earlier)
     real = []
-    for one in rounds:
+    for one in global_batches:
         parts = [part.tolist() for part in one.parts]
         assert len(set(map(len, parts))) == 1
         counts = one.counts or list(map(len, parts))

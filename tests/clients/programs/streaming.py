@@ -20,9 +20,9 @@ from accelerate.utils import gather_object
 WAYS: dict[str, dict[str, Any]] = {
     "as it comes": {},
     "read by each": {"dispatch_batches": False},
-    "dealt out": {"dispatch_batches": True},
+    "dispatched": {"dispatch_batches": True},
     "split": {"split_batches": True},
-    "dealt out and split": {"split_batches": True, "dispatch_batches": True},
+    "dispatched and split": {"split_batches": True, "dispatch_batches": True},
     "read by each and split": {"split_batches": True, "dispatch_batches": False},
 }
 ROWS, FILES, BATCH = 37, 4, 4

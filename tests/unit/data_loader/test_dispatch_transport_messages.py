@@ -43,18 +43,24 @@ def deliver(
     """Return what the last rank receives, and all sent tensors."""
     queue: deque[Tensor] = deque()
     sender = BatchSender(BatchChannel(StoringTransport(0, queue), group_of, CPU))
-    for rounds in messages:
-        sender.send([sender.pack(dealt) for dealt in rounds])
+    for batches in messages:
+        sender.send([sender.pack(batch) for batch in batches])
     sent = list(queue)
     return list(receive_batches(BatchChannel(StoringTransport(2, queue), group_of, CPU))), sent
 
 
-def deal(number: int, *, size: int = 4, is_end: bool = False) -> GlobalBatch:
+def batch_of(number: int, *, size: int = 4, is_end: bool = False) -> GlobalBatch:
     return GlobalBatch([torch.full((size,), 10.0 * number + group) for group in range(3)], is_end)
 
 
 def test_each_process_gets_its_part_of_all_rounds() -> None:
-    arrivals, _ = deliver([[deal(0)], [deal(1), deal(2, size=5), deal(3)], [deal(4, is_end=True)]])
+    arrivals, _ = deliver(
+        [
+            [batch_of(0)],
+            [batch_of(1), batch_of(2, size=5), batch_of(3)],
+            [batch_of(4, is_end=True)],
+        ]
+    )
     assert [arrival.part.tolist() for arrival in arrivals] == [
         [10.0 * n + 2] * (5 if n == 2 else 4) for n in range(5)
     ]
@@ -62,8 +68,14 @@ def test_each_process_gets_its_part_of_all_rounds() -> None:
 
 
 def test_shapes_are_sent_only_when_they_change() -> None:
-    rounds = [[deal(0)], [deal(1), deal(2)], [deal(3, size=8)], [deal(4, size=8)], []]
-    arrivals, sent = deliver(rounds)
+    batches = [
+        [batch_of(0)],
+        [batch_of(1), batch_of(2)],
+        [batch_of(3, size=8)],
+        [batch_of(4, size=8)],
+        [],
+    ]
+    arrivals, sent = deliver(batches)
     assert len(arrivals) == 5
     heads = [message.tolist() for message in sent if message.dtype == torch.int64]
     assert [head[0] for head in heads] == [1, 0, 1, 0, 0]
@@ -73,32 +85,32 @@ def test_shapes_are_sent_only_when_they_change() -> None:
 
 
 def test_ranks_may_share_a_group() -> None:
-    arrivals, _ = deliver([[deal(0, is_end=True)]], [0, 1, 0])
+    arrivals, _ = deliver([[batch_of(0, is_end=True)]], [0, 1, 0])
     assert arrivals[0].part.tolist() == [0.0] * 4
 
 
 def test_parts_of_one_message_do_not_share_memory() -> None:
-    arrivals, _ = deliver([[deal(0), deal(1), deal(2, is_end=True)]])
+    arrivals, _ = deliver([[batch_of(0), batch_of(1), batch_of(2, is_end=True)]])
     assert len({arrival.part.untyped_storage().data_ptr() for arrival in arrivals}) == 3
     assert all(arrival.part.untyped_storage().nbytes() == 16 for arrival in arrivals)
 
 
 def test_parts_of_different_sizes() -> None:
     uneven = GlobalBatch([torch.zeros(100), torch.zeros(7), torch.ones(3)], True, (100, 7, 3))
-    arrivals, _ = deliver([[deal(0), uneven]])
+    arrivals, _ = deliver([[batch_of(0), uneven]])
     assert [arrival.part.tolist() for arrival in arrivals] == [[2.0] * 4, [1.0] * 3]
 
 
 def test_objects_are_sent_with_the_spec() -> None:
-    rounds = [GlobalBatch([None, None, {"text": f"round {n}"}], n == 2) for n in range(3)]
-    arrivals, _ = deliver([rounds[:2], rounds[2:]])
-    assert [arrival.part["text"] for arrival in arrivals] == ["round 0", "round 1", "round 2"]
+    batches = [GlobalBatch([None, None, {"text": f"batch {n}"}], n == 2) for n in range(3)]
+    arrivals, _ = deliver([batches[:2], batches[2:]])
+    assert [arrival.part["text"] for arrival in arrivals] == ["batch 0", "batch 1", "batch 2"]
 
 
 def test_a_failure_is_raised_by_all() -> None:
     queue: deque[Tensor] = deque()
     sender = BatchSender(BatchChannel(StoringTransport(0, queue), range(3), CPU))
-    sender.send([sender.pack(deal(0))])
+    sender.send([sender.pack(batch_of(0))])
     sender.fail(LookupError("sample 4 is lost"))
     arrivals = receive_batches(BatchChannel(StoringTransport(1, queue), range(3), CPU))
     assert next(arrivals).part.shape == (4,)
@@ -109,8 +121,8 @@ def test_a_failure_is_raised_by_all() -> None:
 def test_one_receiver_needs_no_block_of_the_sender() -> None:
     queue: deque[Tensor] = deque()
     sender = BatchSender(BatchChannel(StoringTransport(0, queue, size=2), range(2), CPU))
-    sender.send([sender.pack(deal(0))])
-    sender.send([sender.pack(deal(1, is_end=True))])
+    sender.send([sender.pack(batch_of(0))])
+    sender.send([sender.pack(batch_of(1, is_end=True))])
     assert [message.dtype for message in queue] == [torch.int64, torch.uint8] * 2
     arrivals = list(receive_batches(BatchChannel(StoringTransport(1, queue, size=2), range(2), CPU)))
     assert [arrival.part.tolist() for arrival in arrivals] == [[1.0] * 4, [11.0] * 4]
@@ -119,6 +131,6 @@ def test_one_receiver_needs_no_block_of_the_sender() -> None:
 def test_a_sender_without_other_ranks_sends_nothing() -> None:
     queue: deque[Tensor] = deque()
     sender = BatchSender(BatchChannel(StoringTransport(0, queue, size=1), range(1), CPU))
-    sender.send([sender.pack(deal(0))])
+    sender.send([sender.pack(batch_of(0))])
     sender.fail(LookupError("gone"))
     assert not queue

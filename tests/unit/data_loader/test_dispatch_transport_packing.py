@@ -24,12 +24,12 @@ def test_a_part_is_received_as_it_was_sent(dtype: torch.dtype, shape: tuple[int,
     sparse = torch.eye(2).to_sparse()
     turned = torch.arange(6.0).reshape(2, 3).T
     conjugate = torch.tensor([1 + 2j, 3 - 1j]).conj()
-    dealt = GlobalBatch(
+    batch = GlobalBatch(
         [{"x": tensor, "name": ["a", 1]}, (tensor + tensor, sparse, turned, None), conjugate, tensor],
         False,
         (1, 0, 1, 1),
     )
-    first, second, third, fourth = (rebuild(pack(dealt, group)) for group in range(4))
+    first, second, third, fourth = (rebuild(pack(batch, group)) for group in range(4))
     assert first["name"] == ["a", 1]
     assert first["x"].dtype == dtype
     assert torch.equal(first["x"], tensor)

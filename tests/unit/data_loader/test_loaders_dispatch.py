@@ -37,10 +37,10 @@ def test_samples_are_counted_and_cut_in_any_batch() -> None:
 
 
 def test_an_object_that_cannot_be_sliced_is_refused_with_the_fix() -> None:
-    rounds = GlobalBatchBuilder(2).build(iter([object(), object(), object()]))
-    assert len(next(rounds).parts) == 2
+    batches_of_all = GlobalBatchBuilder(2).build(iter([object(), object(), object()]))
+    assert len(next(batches_of_all).parts) == 2
     with pytest.raises(PreparationError, match="slice_fn_for_dispatch"):
-        next(rounds)
+        next(batches_of_all)
     assert len(list(GlobalBatchBuilder(2, drop_last=True).build(iter([object(), object(), object()])))) == 1
 
 
@@ -62,7 +62,7 @@ def test_the_position_is_noted_before_reading_on() -> None:
 @pytest.mark.parametrize("size", [1, 7, 12])
 def test_length(states: None, drop_last: bool, split: bool, size: int) -> None:
     batches = DataLoader(torch.arange(size), batch_size=3, drop_last=drop_last)  # type: ignore[arg-type]
-    rounds = list(GlobalBatchBuilder(3, split, drop_last).build(iter(batches)))
+    batches_of_all = list(GlobalBatchBuilder(3, split, drop_last).build(iter(batches)))
     for group in range(3):
         loader = DataLoaderDispatcher(
             torch.arange(size),
@@ -72,7 +72,7 @@ def test_length(states: None, drop_last: bool, split: bool, size: int) -> None:
             drop_last=drop_last,
         )
         loader.plan = ShardPlan("dispatch", 3, group, split=split)
-        assert len(loader) == len(rounds)
+        assert len(loader) == len(batches_of_all)
 
 
 class Stream(IterableDataset[int]):

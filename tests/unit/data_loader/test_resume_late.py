@@ -130,7 +130,7 @@ def test_another_number_of_groups_reads_the_rest_of_a_stream() -> None:
 def test_batches_of_another_size_resume_after_the_same_samples(
     groups: int, seen: int, rows: int, first: int
 ) -> None:
-    """`seen` rounds of `groups` batches of `rows` samples were given; batches have two samples now."""
+    """`seen` global batches of `groups` batches of `rows` samples were read; batches have 2 now."""
     loader = prepare_data_loader(DataLoader(Counted(20), batch_size=BATCH), torch.device("cpu"), 1, 0)
     late = skip_prepared(resumed(loader, seen, groups, seen * groups, rows_in_batch=rows), seen)
     assert [value for batch in late for value in batch.tolist()] == list(range(first, 20))

@@ -1,4 +1,4 @@
-"""One process's share of inputs that all hold."""
+"""The part of one process of inputs that all processes have."""
 
 from __future__ import annotations
 

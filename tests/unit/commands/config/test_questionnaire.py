@@ -314,9 +314,9 @@ def test_every_training_method_gives_a_file_that_loads_and_launches(
 
 
 def test_a_second_questionnaire_starts_from_the_answers(tmp_path: Path) -> None:
-    rounds = ["", "multi_cpu", "3", "", "bf16", "", "ask again", "", "", "", "", "", "", "write"]
+    answers = ["", "multi_cpu", "3", "", "bf16", "", "ask again", "", "", "", "", "", "", "write"]
     path = tmp_path / "c.yaml"
-    done = answer(rounds, path)
+    done = answer(answers, path)
     assert done.returncode == 0, done.stderr
     written = load_config_from_file(str(path))
     assert isinstance(written, ClusterConfig)
