@@ -215,7 +215,7 @@ def test_agreement_of_attempts(simulation: Any, size: int, monkeypatch: pytest.M
     attempts = [memory.StoreAttempts(*pair) for pair in zip(states, stores, strict=True)]  # type: ignore[arg-type]
     for each in attempts:
         each._attempt = 1
-    agree = [partial(each._agree, False) for each in attempts]
+    agree = [partial(each.agree, False, 8) for each in attempts]
     made = made_by(stores, lambda: simulation.call_together(agree))
     assert max(made[1:]) <= AGREEMENT
     assert sum(made) <= AGREEMENT * size

@@ -1,9 +1,7 @@
-"""Several processes agree on the batch size, also when one runs out while the others wait for it."""
+"""Several processes agree on the batch size, or end with one error."""
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accelerate.base import StateError
 from accelerate.diagnostics import find_executable_batch_size, memory
 from accelerate.ops import gather, reduce, reduce_async
 from accelerate.state import PartialState
@@ -22,29 +21,24 @@ def run_out() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def search(failing_rank: int | None, when: str, timeout: float) -> dict[str, Any]:
+def search(failing_rank: int | None, trains: bool) -> dict[str, Any]:
     """Train with batches of 8, of which at most 4 fit on one rank, or on all when it is None."""
-    memory.STUCK_TIMEOUT = timeout
     state = PartialState()
-    sizes, groups, kept_alive = [], [], []
+    sizes, kept_alive = [], []
+    group = dist.group.WORLD
     before = reduce_async([1.0], "sum", "test").wait()  # opens a group of its own
 
     @find_executable_batch_size(starting_batch_size=8)
     def train(batch_size: int, bias: int) -> int:
         sizes.append(batch_size)
-        groups.append(weakref.ref(dist.group.WORLD))  # no id: a new group may have the address of the old one
-        full = batch_size > 4 and failing_rank in (None, state.process_index)
-        if full and when == "before":
-            run_out()
-        if when != "alone":
+        if trains:
             model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1).to(state.device))
             kept_alive.append(model)
             loss = model(torch.ones(batch_size, 2, device=state.device)).sum()
-            if full:
-                run_out()
-            loss.backward()
-        elif full:
+        if batch_size > 4 and failing_rank in (None, state.process_index):
             run_out()
+        if trains:
+            loss.backward()
         return batch_size + bias
 
     found = train(10)
@@ -54,35 +48,64 @@ def search(failing_rank: int | None, when: str, timeout: float) -> dict[str, Any
         "found": (found, again),
         "total": total,
         "sizes": sizes,
-        "kept group": groups[0]() is groups[1](),
-        "threads": [thread.name for thread in threading.enumerate() if "attempt" in thread.name],
+        "kept group": dist.group.WORLD is group,
         "gathered": gather(torch.tensor([state.process_index])).tolist(),
         "in the background": [before, reduce_async([1.0], "sum", "test").wait()],
     }
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize(
-    ("failing_rank", "when", "kept"),
-    [
-        pytest.param(1, "before", False, marks=pytest.mark.slow),
-        (0, "in the middle", False),
-        (None, "in the middle", True),
-        (1, "alone", True),
-    ],
-)
-def test_all_ranks_retry_with_a_smaller_batch(
-    run: Run, failing_rank: int | None, when: str, kept: bool
-) -> None:
-    timeout = 1.0 if not kept else 20.0
-    for result in run(search, failing_rank, when, timeout, processes=3):
+@pytest.mark.parametrize(("failing_rank", "trains"), [(None, True), (1, False)])
+def test_all_ranks_retry_with_a_smaller_batch(run: Run, failing_rank: int | None, trains: bool) -> None:
+    for result in run(search, failing_rank, trains, processes=3):
         assert result["found"] == (14, 24)
         assert result["total"] == 42.0
         assert result["sizes"] == [8, 4, 4]
-        assert result["kept group"] is kept
-        assert result["threads"] == []
+        assert result["kept group"]
         assert result["gathered"] == [0, 1, 2]
         assert result["in the background"] == [[3.0], [3.0]]
+
+
+def run_out_while_others_wait() -> str:
+    memory.STUCK_TIMEOUT = 1.0
+    state = PartialState()
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> None:
+        if state.process_index == 1:
+            run_out()
+        reduce(torch.ones(1), "sum")
+
+    with pytest.raises(StateError) as caught:
+        train()
+    dist.destroy_process_group()  # as at the end of the process, which ends the wait of the other ranks
+    return str(caught.value)
+
+
+@pytest.mark.cpu_only
+def test_ranks_that_wait_for_one_that_ran_out_end_with_one_error(run: Run) -> None:
+    (text,) = set(run(run_out_while_others_wait, processes=3))
+    assert text.startswith("Ranks [1] ran out of memory with a batch size of 8, and the other ranks wait")
+    assert "starting_batch_size=4" in text
+
+
+def run_out_after_different_collectives() -> str:
+    state = PartialState()
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> None:
+        if state.process_index == 0:
+            dist.broadcast(torch.ones(1), 0, async_op=True)
+        run_out()
+
+    with pytest.raises(StateError) as caught:
+        train()
+    return str(caught.value)
+
+
+def test_ranks_with_other_numbers_of_collectives_do_not_retry(run: Run) -> None:
+    (text,) = set(run(run_out_after_different_collectives))
+    assert text.startswith("Ranks [0, 1] ran out of memory with a batch size of 8")
 
 
 def fail_on_one_rank() -> str:

@@ -1,9 +1,8 @@
 """Batch sizes that fit in memory, peak memory and allocation snapshots.
 
-`find_executable_batch_size` is public, and `Accelerator.peak_memory` and the run monitor use the rest. If one
-of several processes runs out of memory, the others wait for it in a collective. So the ranks report over the
-store how an attempt ended. If some ranks do not report because they still wait, all ranks abort the process
-group, which ends these waits, and open a new group on the same store.
+`find_executable_batch_size` is public, and `Accelerator.peak_memory` and the run monitor use the rest. The
+ranks report over the store how an attempt ended, since a rank that ran out of memory can call no collective.
+If others wait in a collective for it, the search ends with one error on all ranks.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
@@ -27,21 +24,15 @@ from accelerate.base import AccelerateError, StateError, environ, wrong_value
 from accelerate.devices import DeviceBackend, clear_device_cache
 from accelerate.logging import get_logger
 from accelerate.ops import current_transport
-from accelerate.state import PartialState, StoreChannel, process_group, record_event, services
+from accelerate.state import PartialState, StoreChannel, process_group, record_event
 
 logger = get_logger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-STUCK_TIMEOUT = 5.0
+STUCK_TIMEOUT = 30.0
 """Seconds after which a rank that ran out of memory assumes that the others wait in a collective."""
-ABORT_TIMEOUT = 30.0
-"""Timeout for the process group to be aborted, in seconds."""
-_WATCH_INTERVAL = 4.0
-"""Seconds between two checks, while ranks train, whether the process group is to be closed."""
-_FIRST_POLL_INTERVAL = 0.05
-_POLL_GROWTH = 2.0
 
 SNAPSHOT = "memory_{rank}.pickle"
 MAX_EVENTS = 100_000  # allocations and frees of a snapshot; older ones are dropped
@@ -98,12 +89,11 @@ def find_executable_batch_size(
 ) -> Any:
     """Calls a function with decreasing batch sizes until it does not run out of memory.
 
-    All ranks use the same size. If one rank runs out of memory, all ranks retry with the smaller size. The
-    returned function is called on all ranks, after the `Accelerator` or `PartialState` is created. Objects
-    that use the process group (prepared models, device meshes) must be created inside of the function. If
-    ranks wait in a collective for a rank that ran out of memory, the process group is closed, which ends
-    their wait, and a new one is opened. The results of this attempt are lost. The wait for the other ranks
-    ends with an error after the `timeout` of the process group.
+    All ranks use the same size. If a rank runs out of memory, and all ranks have called the same
+    collectives, all retry with the smaller size. If the others wait in a collective for a rank that ran out
+    of memory, all ranks raise an error that names the size. The returned function is called on all ranks,
+    after the `Accelerator` or `PartialState` is created. The wait for the other ranks ends with an error
+    after the `timeout` of the process group.
 
     Args:
         function: Function whose first argument is the batch size, which callers leave out. Without it, a
@@ -119,6 +109,8 @@ def find_executable_batch_size(
         TypeError: At the call, if the caller passes a batch size.
         NoExecutableBatchSizeError: At the call, if the size reaches zero. It is a `RuntimeError`.
         ConfigurationError: At the call, if `reduce_batch_size_fn` does not return a smaller size.
+        StateError: At the call, if another rank fails, or waits in a collective for one that ran out of
+            memory.
     """
     if function is None:
         return functools.partial(
@@ -140,7 +132,7 @@ def find_executable_batch_size(
             fits, result, reason = _attempt(attempts, functools.partial(function, size, *args, **kwargs))
             if type(attempts) is Attempts:
                 attempts = join_attempts()
-            if not attempts.agree(not fits):
+            if not attempts.agree(not fits, size):
                 fitting = size
                 return result
             result, smaller = None, reduce_size(size) if takes_size else reduce_size()
@@ -220,7 +212,7 @@ class Attempts:
         Called instead of `agree`.
         """
 
-    def agree(self, ran_out: bool) -> bool:
+    def agree(self, ran_out: bool, batch_size: int) -> bool:
         """Returns whether any rank ran out of memory, after all ranks have ended the attempt.
 
         Called on all ranks.
@@ -236,17 +228,15 @@ class StoreAttempts(Attempts):
 
     def __init__(self, state: PartialState, connection: Any) -> None:
         self._state, self._connection = state, connection
-        self._store: Any = torch_private.default_store()
-        self._search = self._store.add(f"accelerate/attempts/{state.process_index}", 1)
+        store: Any = torch_private.default_store()
+        self._timeout = store.timeout.total_seconds()
+        self._search = store.add(f"accelerate/attempts/{state.process_index}", 1)
         self._attempt = 0
-        self._channel = self._open_channel(connection)
-        self._watcher: threading.Thread | None = None
-        self._stopped = self._aborted = threading.Event()
+        self._channel = self._open_channel()
 
     def begin(self) -> None:
         self._attempt += 1
-        self._channel = self._open_channel(self._connection)
-        self._start_watcher()
+        self._channel = self._open_channel()
 
     def was_interrupted(self) -> bool:
         try:
@@ -255,84 +245,33 @@ class StoreAttempts(Attempts):
             return False
 
     def fail(self, error: BaseException) -> None:
-        try:
+        with suppress(dist.DistError):  # the same; the caller raises its error
             self._report("failed", f"{type(error).__name__}: {error}")
-        except dist.DistError:  # the same; the caller raises its error
-            return
-        finally:
-            self._stop_watcher()
 
-    def agree(self, ran_out: bool) -> bool:
-        try:
-            return self._agree(ran_out)
-        finally:
-            self._stop_watcher()
-
-    def _agree(self, ran_out: bool) -> bool:
+    def agree(self, ran_out: bool, batch_size: int) -> bool:
         self._report("ran out" if ran_out else "done", _collectives_issued())
-        if ran_out and (_is_closing(self._channel) or not self._all_end_soon()):
-            self._channel.decide("group", "close")
-            torch_private.drop_group_references()
-        timeout = self._store.timeout.total_seconds()
-        summary = self._channel.wait(["summary"], timeout)["summary"]
-        if summary is None:
-            ended = {rank for rank, *_ in self._channel.read_list("ended")}
-            missing = [rank for rank in range(self._state.num_processes) if rank not in ended]
-            raise StateError(
-                f"Ranks {missing} did not end their attempt within {timeout:.0f} s, so no size "
-                "can be agreed on. Give InitProcessGroupKwargs a longer timeout, and create objects that "
-                "hold the process group (device meshes, subgroups) inside of the function."
-            )
+        timeout = STUCK_TIMEOUT if ran_out else self._timeout
+        summary = self._channel.wait(["summary"], timeout)["summary"] or self._summarize()
         if summary["failed"]:
             failed = "\n".join(f"Rank {rank}: {reason}" for rank, reason in summary["failed"])
             raise StateError(f"The attempt failed on another rank. {failed}")
-        if summary["fits"]:
-            return False
-        # If all ranks have issued the same number of collectives, the next ones match.
-        issued = _collectives_issued()
-        is_in_step = issued is not None and summary["issued"] == [issued]
-        if self._channel.decide("group", "keep" if is_in_step else "close") == "close":
-            self._reopen_group()
-        return True
-
-    def _all_end_soon(self) -> bool:
-        """Returns whether the other ranks end their attempts, and do not wait in a collective."""
-        end, interval = time.monotonic() + STUCK_TIMEOUT, _FIRST_POLL_INTERVAL
-        while self._channel.read("summary") is None:
-            if time.monotonic() >= end:
-                return False
-            time.sleep(min(interval, max(end - time.monotonic(), 0.0)))
-            interval *= _POLL_GROWTH
-        return True
-
-    def _reopen_group(self) -> None:
-        """Waits until the process group is aborted, and opens a new one.
-
-        Called on all ranks.
-        """
-        if self._watcher is None:  # `begin` was not called, because the state was created during the attempt
-            self._start_watcher()
-        if not self._aborted.wait(ABORT_TIMEOUT):
+        out, missing, issued = summary["ran out"], summary["missing"], summary["issued"]
+        if missing and not out:
             raise StateError(
-                "A rank ran out of memory, and the process group cannot be closed: collectives that were "
-                "started wait for each other. Start the run again with a smaller batch size."
+                f"Ranks {missing} did not end their attempt within {timeout:.0f} s, so no size can be agreed "
+                "on. Give InitProcessGroupKwargs a longer timeout."
             )
-        device = self._state.device
-        dist.init_process_group(
-            self._state.backend,
-            store=dist.PrefixStore(f"{self._scope()}/group", self._store),  # type: ignore[attr-defined]
-            rank=self._state.process_index,
-            world_size=self._state.num_processes,
-            timeout=self._store.timeout,
-            device_id=device if self._state.device_backend.binds_group else None,
-        )
-        services.own_group()
+        if out and (missing or len(issued) > 1 or issued == [None]):  # the next collectives would not match
+            raise StateError(
+                f"Ranks {out} ran out of memory with a batch size of {batch_size}, and the other ranks wait "
+                "for them in a collective, so the search cannot continue in this run. Start it again with "
+                f"starting_batch_size={batch_size // 2}."
+            )
+        return bool(out)
 
-    def _scope(self) -> str:
-        return f"accelerate/attempts/{self._search}/{self._attempt}"
-
-    def _open_channel(self, store: Any) -> StoreChannel:
-        return StoreChannel(store, self._scope(), environ.current())
+    def _open_channel(self) -> StoreChannel:
+        scope = f"accelerate/attempts/{self._search}/{self._attempt}"
+        return StoreChannel(self._connection, scope, environ.current())
 
     def _report(self, how: str, detail: str | int | None) -> None:
         """Posts how this attempt ended on this rank, as "done", "ran out" or "failed"."""
@@ -340,47 +279,19 @@ class StoreAttempts(Attempts):
             self._channel.post(how, True)
         self._channel.append("ended", [self._state.process_index, how, detail])
         if self._channel.count("ends", 1) == self._state.num_processes:
-            self._channel.post("summary", _summarize(self._channel.read_list("ended")))
+            self._summarize()
 
-    def _start_watcher(self) -> None:
-        """Starts a thread that aborts the process group if a rank decides so.
-
-        The training thread may wait in a collective of the group.
-        """
-        self._stopped, self._aborted = threading.Event(), threading.Event()
-        # The thread uses the connection of the process group, because this rank waits on its own connection.
-        arguments = (self._open_channel(self._store), self._stopped, self._aborted)
-        self._watcher = threading.Thread(
-            target=_watch, args=arguments, name="accelerate-attempt", daemon=True
-        )
-        self._watcher.start()
-
-    def _stop_watcher(self) -> None:
-        if self._watcher is not None:
-            self._stopped.set()
-            self._watcher.join(ABORT_TIMEOUT)
-            self._watcher = None
-
-
-def _watch(channel: StoreChannel, stopped: threading.Event, aborted: threading.Event) -> None:
-    try:
-        while not _is_closing(channel):
-            if stopped.wait(_WATCH_INTERVAL):
-                return
-    except dist.DistError:  # the store has ended, and the main thread raises the same error
-        return
-    if dist.is_initialized():
-        torch_private.abort_process_group()
-    aborted.set()
-
-
-def _summarize(reports: list[Any]) -> dict[str, Any]:
-    """Returns the summary of the reports of all ranks about an attempt."""
-    return {
-        "failed": [(rank, detail) for rank, how, detail in reports if how == "failed"],
-        "fits": all(how == "done" for _, how, _ in reports),
-        "issued": list({issued for _, _, issued in reports}),
-    }
+    def _summarize(self) -> Any:
+        """Posts the summary of the reports of all ranks, unless there is one, and returns it."""
+        reports = self._channel.read_list("ended")
+        ended = {rank for rank, *_ in reports}
+        summary = {
+            "failed": [(rank, detail) for rank, how, detail in reports if how == "failed"],
+            "ran out": sorted(rank for rank, how, _ in reports if how == "ran out"),
+            "missing": [rank for rank in range(self._state.num_processes) if rank not in ended],
+            "issued": list({issued for _, how, issued in reports if how != "failed"}),
+        }
+        return self._channel.decide("summary", summary)
 
 
 def join_attempts() -> Attempts:
@@ -388,10 +299,6 @@ def join_attempts() -> Attempts:
     has_others = bool(PartialState._shared_state) and PartialState().num_processes > 1
     connection = process_group.connect_store() if has_others and process_group.is_open() else None
     return Attempts() if connection is None else StoreAttempts(PartialState(), connection)
-
-
-def _is_closing(channel: StoreChannel) -> bool:
-    return bool(channel.read("group") == "close")
 
 
 def _collectives_issued() -> int | None:

@@ -88,7 +88,6 @@ from accelerate.torch_private.pipelining import (
 from accelerate.torch_private.processes import (
     agent_hooks as agent_hooks,
     default_to_stores_without_libuv as default_to_stores_without_libuv,
-    drop_group_references as drop_group_references,
     flatten_mesh as flatten_mesh,
     has_opened_group as has_opened_group,
     num_collectives as num_collectives,

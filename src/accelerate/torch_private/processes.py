@@ -5,12 +5,10 @@ The launcher, hang reports and retries after errors use them.
 
 from __future__ import annotations
 
-import gc
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
@@ -120,26 +118,3 @@ def skip_connection_messages(stage: Any) -> None:
     Before torch 2.11 a rank sends 8 bytes and the other one expects 4, so gloo ends the process.
     """
     stage._get_init_p2p_neighbors_ops = list
-
-
-def drop_group_references() -> None:
-    """Removes references to the closed default process group, except those of torch itself.
-
-    gloo closes its connections when the last reference to the group is deleted, which ends collectives on
-    other ranks that wait for this one. DistributedDataParallel modules have a reference, and an `Accelerator`
-    may keep them alive. The group is also a default argument of the functions of `torch.distributed.nn` if
-    that was first imported after the group was created.
-    """
-    from torch.nn.parallel import DistributedDataParallel
-
-    for obj in gc.get_objects():
-        if issubclass(type(obj), DistributedDataParallel):
-            for name in ("reducer", "logger", "process_group"):
-                vars(obj).pop(name, None)
-    for function in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():
-        if isinstance(function, FunctionType) and function.__defaults__:
-            function.__defaults__ = tuple(
-                None if isinstance(default, dist.ProcessGroup) else default
-                for default in function.__defaults__
-            )
-    gc.collect()
