@@ -684,7 +684,7 @@ class Accelerator(ProcessControl):
         Each rank counts the matrix multiplications, convolutions and attention that it executes, without
         recomputation. Operators of other packages count if they have a formula
         (`torch.utils.flop_counter.register_flop_formula`). Nothing is counted with compiled functions, in
-        pipelines, with modules of TransformerEngine and MS-AMP, and where an engine (DeepSpeed, Megatron-LM)
+        pipelines, with modules of TransformerEngine, and where an engine (DeepSpeed, Megatron-LM)
         holds the gradients.
         """
         if self._step_flops is None:

@@ -10,7 +10,6 @@ from accelerate.precision.amp import (
 )
 from accelerate.precision.fp8 import (
     ConvertLayers as ConvertLayers,
-    MsAmpPrecision as MsAmpPrecision,
     TransformerEnginePrecision as TransformerEnginePrecision,
     apply_fp8_autowrap as apply_fp8_autowrap,
     contextual_fp8_autocast as contextual_fp8_autocast,

@@ -49,10 +49,6 @@ class Precision:
     def __init__(self, name: str = "no") -> None:
         self.name = name
 
-    def initialize(self, models: list[nn.Module], optimizers: list[Any]) -> tuple[list[nn.Module], list[Any]]:
-        """Returns the new models and optimizers of a `prepare` call, which are converted together."""
-        return models, optimizers
-
     def convert(self, model: nn.Module) -> nn.Module:
         """Converts a model, which is on its device, in place, and returns it."""
         return model

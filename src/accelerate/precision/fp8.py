@@ -1,8 +1,7 @@
-"""FP8 layers of torchao, MS-AMP and Transformer Engine, and the choice of the layers to convert.
+"""FP8 layers of torchao and Transformer Engine, and the choice of the layers to convert.
 
 `precision/resolve.py` creates the `Precision` of the library of a run, and some functions are public.
-Sources: https://docs.pytorch.org/ao/stable/workflows/training.html,
-https://azure.github.io/MS-AMP/docs/user-tutorial/usage and
+Sources: https://docs.pytorch.org/ao/stable/workflows/training.html and
 https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from importlib import import_module
@@ -20,7 +18,7 @@ from torch import nn
 
 from accelerate.base import FP8BackendType, PreparationError, listed, torchao_required, wrong_value
 from accelerate.logging import get_logger
-from accelerate.plugins import AORecipeKwargs, AutocastKwargs, MSAMPRecipeKwargs
+from accelerate.plugins import AORecipeKwargs, AutocastKwargs
 from accelerate.precision.amp import MixedPrecision
 from accelerate.state import PartialState
 
@@ -229,40 +227,6 @@ class TorchaoPrecision(Fp8Precision):
             self.convert_layers(model, config, self.recipe.module_filter_func)
             _log_converted(model, linear)
         return super().convert(model)
-
-
-class MsAmpPrecision(Fp8Precision):
-    """Mixed precision by MS-AMP, with weights, gradients and, with O2, optimizer states in FP8.
-
-    MS-AMP is no longer maintained.
-    """
-
-    library = "MS-AMP"
-    device_types = ("cuda",)
-    fp8_backend = FP8BackendType.MSAMP
-
-    def __init__(
-        self, device_type: str, recipe: MSAMPRecipeKwargs, settings: AutocastKwargs | None = None
-    ) -> None:
-        super().__init__(device_type, recipe, settings)
-        warnings.warn(
-            "MS-AMP is no longer maintained, and support for it will be removed. Set fp8_backend to ao "
-            "(torchao) or te (Transformer Engine).",
-            FutureWarning,
-            stacklevel=2,
-        )
-
-    def initialize(self, models: list[nn.Module], optimizers: list[Any]) -> tuple[list[nn.Module], list[Any]]:
-        """Returns a model and its optimizer, which MS-AMP converts together."""
-        if len(models) != 1 or len(optimizers) != 1:
-            raise PreparationError(
-                f"MS-AMP changes one model and its optimizer together, and this call of `prepare` has "
-                f"{len(models)} models and {len(optimizers)} optimizers. Give it one of each."
-            )
-        model, optimizer = import_module("msamp").initialize(
-            models[0], optimizers[0], opt_level=self.recipe.opt_level
-        )
-        return [model], [optimizer]
 
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -28,7 +28,6 @@ from accelerate.plugins import (
 from accelerate.precision.amp import MixedPrecision, Precision, ScaledPrecision
 from accelerate.precision.fp8 import (
     ConvertLayers,
-    MsAmpPrecision,
     TorchaoPrecision,
     TransformerEnginePrecision,
     convert_model_to_fp8_ao,
@@ -71,9 +70,9 @@ def _build_transformer_engine(request: PrecisionRequest, recipe: TERecipeKwargs)
     return TransformerEnginePrecision(request.backend.name, recipe, request.autocast)
 
 
-def _build_msamp(request: PrecisionRequest, recipe: MSAMPRecipeKwargs) -> Precision:
-    require("msamp", "FP8 by MS-AMP")
-    return MsAmpPrecision(request.backend.name, recipe, request.autocast)
+def _refuse_msamp(request: PrecisionRequest, recipe: MSAMPRecipeKwargs) -> Precision:
+    reason, fix = "MS-AMP is no longer maintained", "Set it to ao (torchao) or te (Transformer Engine)"
+    raise wrong_value("fp8_backend", "MSAMP", reason, fix)
 
 
 class _Library(NamedTuple):
@@ -87,7 +86,7 @@ class _Library(NamedTuple):
 _FP8 = {
     "AO": _Library(AORecipeKwargs, is_torchao_available, _build_torchao),
     "TE": _Library(TERecipeKwargs, is_transformer_engine_available, _build_transformer_engine),
-    "MSAMP": _Library(MSAMPRecipeKwargs, is_msamp_available, _build_msamp),
+    "MSAMP": _Library(MSAMPRecipeKwargs, is_msamp_available, _refuse_msamp),
 }
 """FP8 libraries by name, in the order of preference."""
 

@@ -240,11 +240,6 @@ class Strategy:
 
         Inside, optimizers follow the parameters that are replaced.
         """
-        models, optimizers = bundle.new(Kind.MODEL), bundle.new(Kind.OPTIMIZER)
-        old = [*models, *optimizers]
-        models, optimizers = self.precision.initialize(models, optimizers)
-        changed = {id(before): after for before, after in zip(old, [*models, *optimizers], strict=True)}
-        bundle.objects = [changed.get(id(obj), obj) for obj in bundle.objects]
         known = {id(model) for model in self.session.prepared.models}
         with self.session.following([*self.session.prepared.optimizers, *bundle.optimizers]):
             for model in bundle.new(Kind.MODEL):

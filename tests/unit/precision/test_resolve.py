@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.base import ConfigurationError, MissingPackageError, packages
+from accelerate.base import ConfigurationError, MissingPackageError
 from accelerate.devices import CPU
 from accelerate.plugins import FP8RecipeKwargs, KwargsHandler, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.precision import (
@@ -95,6 +95,18 @@ def test_a_recipe_for_another_format_gives_a_warning(states: None, caplog: pytes
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "require", packages.require)
-    with pytest.raises(MissingPackageError, match="ms-amp"):
-        resolve_precision(PrecisionRequest("fp8", CPU, fp8_library="msamp"))
+    def refuse(package: str, feature: str) -> None:
+        raise MissingPackageError(f"{feature} needs {package}")
+
+    monkeypatch.setattr(module, "require", refuse)
+    with pytest.raises(MissingPackageError, match="needs torchao"):
+        resolve_precision(PrecisionRequest("fp8", CPU, fp8_library="ao"))
+
+
+def test_ms_amp_is_refused() -> None:
+    for request in (
+        PrecisionRequest("fp8", CPU, fp8_library="msamp"),
+        PrecisionRequest("fp8", CPU, recipes=[MSAMPRecipeKwargs()]),
+    ):
+        with pytest.raises(ConfigurationError, match="fp8_backend='MSAMP'.*no longer maintained.*torchao"):
+            resolve_precision(request)

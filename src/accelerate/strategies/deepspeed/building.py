@@ -26,7 +26,7 @@ from accelerate.nested import recursively_apply
 from accelerate.plugins import AutoValues, TorchDynamoPlugin, restore_auto
 from accelerate.settings import AUTO, look_up, problems_of_counts, refuse_config, straighten
 from accelerate.state import Topology, process_group
-from accelerate.strategies.deepspeed.checks import check_hardware, uses_msamp
+from accelerate.strategies.deepspeed.checks import check_hardware
 from accelerate.strategies.deepspeed.engine import DummyOptim, DummyScheduler
 from accelerate.strategies.request import Context
 from accelerate.wrappers import compile_regions_deepspeed
@@ -265,9 +265,8 @@ def build_engine(
         arguments["optimizer"] = optimizer
     if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
         arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
-    package = import_module("msamp.deepspeed") if uses_msamp(config) else deepspeed
     try:
-        engine, built_optimizer, _, built_scheduler = package.initialize(**arguments)
+        engine, built_optimizer, _, built_scheduler = deepspeed.initialize(**arguments)
     except (deepspeed.DeepSpeedConfigError, AssertionError, ValueError) as error:
         raise PreparationError(f"DeepSpeed builds no engine from its configuration: {error}") from error
     if look_up(config, "bf16.enabled") is True:

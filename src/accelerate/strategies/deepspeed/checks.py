@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from accelerate.base import packages, wrong_value
+from accelerate.base import wrong_value
 from accelerate.optimizer import steps_in_backward
 from accelerate.settings import look_up
 from accelerate.strategies.deepspeed.engine import DummyOptim, DummyScheduler
@@ -121,8 +121,7 @@ def check_hardware(configs: Sequence[dict[str, Any]], device: torch.device) -> N
 
     Raises:
         ConfigurationError: DeepSpeed has chosen other hardware than the run, or does not support a dtype or
-            NVMe here.
-        MissingPackageError: A configuration needs MS-AMP, which is not installed.
+            NVMe here, or a configuration uses MS-AMP.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -142,8 +141,9 @@ def check_hardware(configs: Sequence[dict[str, Any]], device: torch.device) -> N
                 reason = f"DeepSpeed does not support this dtype on {device.type}"
                 fix = "Set mixed_precision to bf16 or no" if name == "fp16" else "Set mixed_precision to no"
                 raise wrong_value(f"{name}.enabled", True, reason, fix)
-        if uses_msamp(config):
-            packages.require("msamp", "FP8 by DeepSpeed and MS-AMP")
+        if look_up(config, "msamp.enabled"):
+            reason, fix = "MS-AMP is no longer maintained", "Use mixed_precision='fp8' with torchao"
+            raise wrong_value("enable_msamp", True, reason, fix)
         for name in _on_nvme(config):
             if not supports_nvme():
                 reason = "DeepSpeed's extension async_io, which accesses NVMe, cannot be built here"
@@ -155,11 +155,6 @@ def _on_nvme(config: Mapping[str, Any]) -> Iterator[str]:
     for name in ("optimizer", "param"):
         if look_up(config, f"zero_optimization.offload_{name}.device") == "nvme":
             yield name
-
-
-def uses_msamp(config: Mapping[str, Any]) -> bool:
-    """Returns whether the engine is built by MS-AMP, which computes in FP8."""
-    return bool(look_up(config, "msamp.enabled"))
 
 
 def supports_nvme() -> bool:

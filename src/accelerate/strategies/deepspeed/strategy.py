@@ -34,7 +34,7 @@ from accelerate.strategies.deepspeed.building import (
     EngineInputs,
     batch_sizes_of,
 )
-from accelerate.strategies.deepspeed.checks import problems_of, uses_msamp
+from accelerate.strategies.deepspeed.checks import problems_of
 from accelerate.strategies.deepspeed.engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
@@ -132,8 +132,7 @@ class DeepSpeed(Strategy):
 
     def choose_precision(self) -> Precision:
         """Returns a mixed precision without effect, because the engine casts, except for FP8 layers."""
-        by_engine = uses_msamp(self.plugin.deepspeed_config)
-        if self.context.request.mixed_precision != PrecisionType.FP8 or by_engine:
+        if self.context.request.mixed_precision != PrecisionType.FP8:
             return Precision(self.context.mixed_precision)
         return self.resolve_precision(PrecisionType.FP8)
 

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from accelerate.base import ConfigurationError, MissingPackageError
+from accelerate.base import ConfigurationError
 from accelerate.strategies.deepspeed import checks
 
 CPU = torch.device("cpu")
@@ -54,12 +54,10 @@ def test_other_hardware_than_that_of_the_run_is_refused(hardware):
         checks.check_hardware([{}], torch.device("cuda"))
 
 
-def test_fp8_needs_ms_amp(hardware, monkeypatch):
-    config = {"msamp": {"enabled": True, "opt_level": "O1"}}
-    assert checks.uses_msamp(config)
-    assert not checks.uses_msamp({"msamp": None})
-    with pytest.raises(MissingPackageError, match="ms-amp"):
-        checks.check_hardware([config], CPU)
+def test_ms_amp_is_refused(hardware):
+    checks.check_hardware([{"msamp": None}], CPU)
+    with pytest.raises(ConfigurationError, match="enable_msamp=True.*no longer maintained"):
+        checks.check_hardware([{"msamp": {"enabled": True, "opt_level": "O1"}}], CPU)
 
 
 @pytest.mark.parametrize(("installed", "compatible", "reaches"), [(1, 0, True), (0, 1, True), (0, 0, False)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,16 +87,6 @@ def test_an_error_of_deepspeed_is_a_preparation_error(package, monkeypatch):
     monkeypatch.setattr(package, "initialize", refuse)
     with pytest.raises(PreparationError, match="Foo is not a supported"):
         building.build_engine(torch.nn.Linear(1, 1), None, None, {})
-
-
-def test_ms_amp_builds_the_engine_where_it_is_asked_for(package, monkeypatch):
-    inner = ModuleType("msamp.deepspeed")
-    inner.initialize = lambda **arguments: ("engine", "optimizer", None, "rate")
-    monkeypatch.setitem(sys.modules, "msamp", ModuleType("msamp"))
-    monkeypatch.setitem(sys.modules, "msamp.deepspeed", inner)
-    config = {"msamp": {"enabled": True, "opt_level": "O1"}}
-    built = building.build_engine(torch.nn.Linear(1, 1), None, None, config)
-    assert built == ("engine", ("optimizer", "rate"))
 
 
 def test_a_model_that_is_not_trained_leaves_the_configuration_open():

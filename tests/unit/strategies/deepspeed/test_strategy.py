@@ -389,8 +389,3 @@ def test_layers_compute_in_fp8_inside_an_engine(start, parts, monkeypatch):
     assert [type(layer).__name__ for layer in engine.module] == ["Linear", "Float8Linear", "Linear"]
     assert engine.config["bf16"] == {"enabled": True}
     assert accelerator.fp8_backend == "AO"
-
-
-def test_ms_amp_takes_the_place_of_layers_in_fp8(start, parts):
-    accelerator = start(DeepSpeedPlugin(enable_msamp=True), mixed_precision="fp8")
-    assert type(accelerator._runtime.strategy.precision).__name__ == "Precision"
