@@ -46,7 +46,6 @@ OF_OTHERS = {
     "_asdict": "namedtuple",
     "_fields": "namedtuple",
     "_replace": "namedtuple",
-    "_Unpickler": "pickle",
     "_current_frames": "sys",
     "_getframe": "sys",
     "_exit": "os",

@@ -2,8 +2,8 @@
 
 `read` returns a `ShardIndex` with the shape, dtype and files of each tensor of a state. It is called when
 shards are loaded, merged or compared. The file is a pickle. The unpickler finds only the classes of such
-metadata and runs only the operations that it contains, so the file cannot run other code, and its content is
-verified before anything is allocated.
+metadata, and other operations than those that it contains are refused, so the file cannot run other code.
+Its content is verified before anything is allocated.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import pickletools
 from collections.abc import Callable, Container, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -30,36 +31,13 @@ NAME = ".metadata"
 MAX_SIZE = 2**63  # one more than the largest number of bytes or elements
 MAX_DIMENSIONS = 64  # of a tensor, and keys in a path
 MAX_CHARACTERS = 100  # of a name from the file in an error message
-MAX_DEPTH = 8  # of tuples in tuples, since the hash of a deep tuple overflows the stack of C
 
-OPERATIONS = (
-    *(
-        "PROTO",
-        "FRAME",
-        "STOP",
-        "MARK",
-        "NONE",
-        "NEWTRUE",
-        "NEWFALSE",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG1",
-    ),
-    *("SHORT_BINUNICODE", "BINUNICODE", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
-    *(
-        "EMPTY_LIST",
-        "EMPTY_DICT",
-        "APPEND",
-        "APPENDS",
-        "SETITEM",
-        "SETITEMS",
-        "MEMOIZE",
-        "BINPUT",
-        "LONG_BINPUT",
-    ),
-    *("BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD"),
-)
+OPERATIONS = {
+    "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1",
+    "SHORT_BINUNICODE", "BINUNICODE", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST",
+    "EMPTY_DICT", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET",
+    "LONG_BINGET", "GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD",
+}  # fmt: skip
 """Operations of a pickle that such metadata contains."""
 
 KeyPath = tuple[Any, ...]
@@ -154,90 +132,31 @@ def read_metadata(content: bytes) -> Metadata:
     """
     from torch.distributed.checkpoint.metadata import Metadata
 
+    _check_operations(content)
     with without_collection():
-        metadata = _MetadataUnpickler(content).load()
+        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
         if not isinstance(metadata, Metadata):
             raise CheckpointError("is no metadata of shards")
         _check(metadata)
     return metadata
 
 
-# The unpickler in C allocates memory for any memo index that a damaged file contains.
-_PythonUnpickler: Any = pickle._Unpickler
+def _check_operations(content: bytes) -> None:
+    """Verifies that a pickle contains only operations of metadata, which look up globals by `find_class`."""
+    for operation, argument, _ in pickletools.genops(content):
+        if operation.name not in OPERATIONS:
+            _refuse(f"the operation {operation.name} of a pickle")
+        # The unpickler allocates memory for all objects with a smaller number.
+        if operation.name == "LONG_BINPUT" and cast(int, argument) > len(content):
+            _refuse(f"the number {argument} of an object")
 
 
-class _Operations(dict[int, Callable[[Any], None]]):
-    """Functions of an unpickler by operation, without those that no metadata contains."""
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickler that finds only the classes of DCP's metadata."""
 
-    def __missing__(self, operation: int) -> NoReturn:
-        _refuse(f"the operation {bytes([operation])!r} of a pickle")
-
-
-def _with_limit(load: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Returns the function of an operation that builds a tuple, with a limit of its depth."""
-
-    def load_tuple(unpickler: Any) -> None:
-        load(unpickler)
-        unpickler.limit_depth()
-
-    return load_tuple
-
-
-class _MetadataUnpickler(_PythonUnpickler):  # type: ignore[misc]
-    """Unpickler that finds only the classes of DCP's metadata, and fills each of their instances once."""
-
-    def __init__(self, content: bytes) -> None:
-        from torch.distributed.checkpoint.metadata import TensorProperties
-
-        file = io.BytesIO(content)
+    def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.read, self.readline = file.read, file.readline
-        self.stack: list[Any] = []
-        self.append, self.metastack = self.stack.append, list[Any]()
         self._allowed = _allowed_globals()
-        self._properties: Any = TensorProperties()
-        self._empty: dict[int, Any] = {}  # instances without a state, by their ids
-        self._depths: dict[int, tuple[int, Any]] = {}  # depths of tuples with tuples in them, by their ids
-
-    def load(self) -> Any:
-        """Returns the object, and reads the content without a buffer for each frame."""
-        read, dispatch = self.read, self.dispatch
-        while (operation := read(1)[0]) != pickle.STOP[0]:
-            dispatch[operation](self)
-        return self.stack.pop()
-
-    def load_frame(self) -> None:
-        self.read(8)
-
-    def load_newobj(self) -> None:
-        super().load_newobj()
-        self._empty[id(self.stack[-1])] = self.stack[-1]
-
-    def load_build(self) -> None:
-        if self._empty.pop(id(self.stack[-2]), None) is None:
-            _refuse("a state of an object that has one already, or none")
-        if isinstance(self.stack[-2], type(self._properties)):  # a newer torch may write more of them
-            self.stack[-1] = self.stack[-1][: len(self._properties.__getstate__())]
-        super().load_build()
-
-    def limit_depth(self) -> None:
-        """Refuses a tuple on top of the stack that is nested too deeply."""
-        built = self.stack[-1]
-        if tuple not in map(type, built):
-            return
-        depth = 1 + max(self._depths.get(id(item), (1,))[0] for item in built if type(item) is tuple)
-        if depth > MAX_DEPTH:
-            _refuse(f"more than {MAX_DEPTH} tuples in each other")
-        self._depths[id(built)] = depth, built
-
-    dispatch = _Operations(
-        {getattr(pickle, name)[0]: _PythonUnpickler.dispatch[getattr(pickle, name)[0]] for name in OPERATIONS}
-    )
-    dispatch |= {
-        operation[0]: _with_limit(_PythonUnpickler.dispatch[operation[0]])
-        for operation in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
-    }
-    dispatch |= {pickle.NEWOBJ[0]: load_newobj, pickle.BUILD[0]: load_build, pickle.FRAME[0]: load_frame}
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(value := vars(torch).get(name), (torch.dtype, torch.layout)):
@@ -261,18 +180,16 @@ def _allowed_globals() -> dict[tuple[str, str], Callable[..., Any]]:
         metadata.BytesStorageMetadata,
         metadata.ChunkStorageMetadata,
         metadata.StorageMeta,
-        metadata.TensorProperties,
-        torch_private.OldTensorProperties,
         torch_private.StorageInfo,
     ]
     path_modules, path_names = ("pathlib", "pathlib._local"), ("Path", "PosixPath", "WindowsPath")
     paths = [(module, name) for module in path_modules for name in path_names]
+    properties: list[type] = [metadata.TensorProperties, torch_private.OldTensorProperties]
+    formats: list[type] = [torch_private.MemoryFormat, torch_private.OldMemoryFormat]
     return {
         **{(kind.__module__, kind.__name__): _allocator(kind) for kind in classes},
-        **{
-            (enum.__module__, enum.__name__): lambda value, enum=enum: enum(int(value))
-            for enum in (torch_private.MemoryFormat, torch_private.OldMemoryFormat)
-        },
+        **{(kind.__module__, kind.__name__): _allocator(_tolerant(kind)) for kind in properties},
+        **{(kind.__module__, kind.__name__): lambda value: None for kind in formats},  # a deprecated property
         **dict.fromkeys(paths, lambda *parts: None),  # where the file was saved, which is not needed
         ("torch", "Size"): lambda sizes: torch.Size(sizes),
         ("torch.serialization", "_get_layout"): lambda name: _find_layout(name),
@@ -283,6 +200,18 @@ def _allowed_globals() -> dict[tuple[str, str], Callable[..., Any]]:
 def _allocator(kind: type) -> type:
     """Returns a class whose instances are empty instances of another class."""
     return type(kind.__name__, (), {"__new__": lambda _: object.__new__(kind)})
+
+
+def _tolerant(kind: type) -> type:
+    """Returns a subclass of properties of tensors, of which a newer torch may write more."""
+
+    class Properties(kind):  # type: ignore[misc]
+        def __setstate__(self, state: Any) -> None:
+            dtype, layout, requires_grad, *_ = state
+            self.__class__ = kind
+            self.__init__(dtype, layout, requires_grad)  # type: ignore[misc]
+
+    return Properties
 
 
 def _find_layout(name: str) -> torch.layout:
