@@ -53,7 +53,6 @@ def planner(size: str) -> planning.Planner:
         planning.loss_of,
         torch.device("cpu"),
         keeps_output=True,
-        measures=False,
         find_experts=strategies.list_experts,
     )
     precision = MixedPrecision("bf16", "cpu")

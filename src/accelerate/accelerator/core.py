@@ -1048,9 +1048,8 @@ class Accelerator(ProcessControl):
 
         One step is traced with fake tensors, in the mixed precision of the run and with its gradient
         accumulation and activation checkpointing. No collective is called, and no memory of an accelerator
-        is used. On the CPU, convolutions and recurrent layers run once with zeros, which measures their
-        buffers. The model, the optimizer and the batch are not changed. The effect of sharding is computed
-        from the trace. It needs no other rank.
+        is used. Workspaces inside of kernels are not counted. The model, the optimizer and the batch are not
+        changed. The effect of sharding is computed from the trace. It needs no other rank.
 
         Args:
             model: A model that is not prepared, or whose strategy does not shard it. It may be on the meta

@@ -193,7 +193,6 @@ def _planner(args: argparse.Namespace, trained: TrainedModel) -> Planner:
         trained.loss,
         torch.device("cpu"),
         keeps_output=trained.loss in (planning.loss_of, planning.loss_or_mean),
-        measures=False,
         find_experts=strategies.list_experts,
     )
     autocast = MixedPrecision(args.mixed_precision, "cpu") if args.mixed_precision != "no" else None

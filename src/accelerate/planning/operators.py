@@ -2,7 +2,7 @@
 
 A trace has shapes and no values. `planning.tracing` enters `OperatorMode` above the memory tracker and the
 fake tensors. It stores the values of small tensors that do not depend on weights, assumes balanced values for
-other tensors, and allocates the temporary buffers of kernels.
+other tensors, and adds the workspaces of recurrent layers and the elements of reduced losses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate import torch_private
-from accelerate.planning.kernels import Kernels
 from accelerate.torch_private import operator
 
 aten: Any = torch.ops.aten
@@ -100,9 +99,25 @@ def _batch_norm(values: Tensor, weight: Tensor | None, *others: Any) -> Any:
     return (values.new_empty(values.shape), *means)
 
 
+def _recurrent_layer(values: Tensor, *others: Any) -> Any:
+    """Returns the results of a recurrent layer, with the workspace that it saves for backward.
+
+    The meta kernel of torch returns an empty workspace.
+    """
+    outputs, *rest, _ = aten.mkldnn_rnn_layer.default(values, *others)
+    hidden = outputs.shape[-1]
+    per_step = WORKSPACE[0] * hidden + WORKSPACE[1] * max(values.shape[-1], hidden)
+    workspace = values.new_empty(values.shape[0] * values.shape[1] * per_step, dtype=torch.uint8)
+    return (outputs, *rest, workspace)
+
+
+WORKSPACE = 40, 25
+"""Bytes in the workspace of a recurrent layer per unit of its hidden size, and of its larger size."""
+
 META_KERNELS: Mapping[Any, Callable[..., Any]] = {
     operator("_grouped_mm.default"): _grouped_mm,
     aten.native_batch_norm.default: _batch_norm,
+    aten.mkldnn_rnn_layer.default: _recurrent_layer,
 }
 """Operator whose meta kernel differs from its other kernels -> replacement."""
 
@@ -126,15 +141,10 @@ CONVERSIONS = {Tensor.__format__, Tensor.numpy, Tensor.__array__}
 
 
 class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
-    """Dispatch mode that runs the operators of a trace, including those that need values.
+    """Dispatch mode that runs the operators of a trace, including those that need values."""
 
-    Args:
-        kernels: Temporary buffers of operators, which are added to the trace.
-    """
-
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.kernels = kernels
         self.values: Any = WeakIdKeyDictionary()
         self.current: Any = None  # the operator that runs
         self.before_each: Callable[[], None] = lambda: None
@@ -160,6 +170,7 @@ class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
         if func is aten.index.Tensor:
             args = (args[0], self._expand_masks(args[1]))
         known = self._is_known(func, args, kwargs)
+        result: Any
         if func is PACK:
             result, value = self._pack(*args), None
         elif func in LARGEST_RESULTS:
@@ -172,8 +183,10 @@ class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
             result = self._run(func, args, kwargs)
             known = known and all(_is_small(tensor) for tensor in _tensors((result,)))
             value = self._compute(func, args, kwargs) if known else None
+        if _is_loss(func) and isinstance(result, Tensor) and not result.ndim:  # keeps what it has reduced
+            result = args[0].new_empty(args[0].numel()).as_strided((), ())
         self._store_results(func, args, kwargs, result, value)
-        return self.kernels.count(func, args, kwargs, result)
+        return result
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs an operator on fake tensors.
@@ -340,6 +353,11 @@ def _tensors(arguments: Any) -> Iterator[Tensor]:
             yield argument
         elif isinstance(argument, (list, tuple)):
             yield from _tensors(argument)
+
+
+def _is_loss(func: Any) -> bool:
+    name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
+    return name.endswith("_loss") or name == "binary_cross_entropy"
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -26,7 +26,6 @@ from accelerate import torch_private
 from accelerate.base import ConfigurationError, PreparationError, shortened, wrong_value
 from accelerate.nested import iterate_tensors, recursively_apply
 from accelerate.planning.checks import check_loss, check_step
-from accelerate.planning.kernels import Kernels
 from accelerate.planning.libraries import values_readable
 from accelerate.planning.operators import ConversionMode, OperatorMode
 from accelerate.planning.parts import Trace
@@ -49,7 +48,6 @@ class Step:
         max_norm: Norm to which gradients are clipped. None does not clip them.
         batch_size: Size of dimension 0 of the tensors in the batch. None uses that of the batch.
         keeps_output: Whether the loop keeps the output of the model until that of the next step.
-        measures: Whether operators may run on the CPU to measure their temporary buffers.
         find_experts: Function that returns the modules of the model that hold the experts of a layer.
     """
 
@@ -64,7 +62,6 @@ class Step:
     max_norm: float | None = 1.0
     batch_size: int | None = None
     keeps_output: bool = False
-    measures: bool = True
     find_experts: Callable[[nn.Module], Sequence[nn.Module]] = lambda model: ()
 
 
@@ -138,8 +135,7 @@ def record_step(step: Step) -> Recording:
     """
     check_step(step.model, step.optimizers, step.batch)
     mode = torch_private.fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
-    on_cpu = step.device == torch.device("cpu")
-    operators = OperatorMode(Kernels(step.measures and on_cpu, on_cpu))
+    operators = OperatorMode()
     model, optimizers = _fake_copies(mode, step)
     for fake, buffer in zip(model.buffers(), step.model.buffers(), strict=True):
         operators.store(fake, buffer)
@@ -180,7 +176,7 @@ def fake_operators(mode: Any) -> Iterator[None]:
         torch_private.log_silenced(FAKE_TENSORS),
         values_readable(),
         mode,
-        OperatorMode(Kernels(measures=False, on_cpu=False)),
+        OperatorMode(),
     ):
         yield
 

@@ -53,7 +53,7 @@ LAYOUTS = [
 def step_of(model: nn.Module, batch: Any) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     device = torch.device("cpu")
-    return Step(model, [optimizer], batch, loss_or_mean, device, keeps_output=True, measures=False)
+    return Step(model, [optimizer], batch, loss_or_mean, device, keeps_output=True)
 
 
 def of_family(name: str) -> Step:
