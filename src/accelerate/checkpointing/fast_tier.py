@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -111,17 +110,11 @@ class FastTier:
             written: Gets the files of this rank for a durable checkpoint with the same content, as soon as
                 the generation is complete.
         """
-        try:
-            staged = self.memory.stage(payloads)
-        except Exception as error:
-            saver.abort(error)
-            raise
-        blocked = time.perf_counter() - saver.staging.began
+        write_and_commit = saver.stage(payloads, self.memory)
 
-        def write_and_commit() -> None:
+        def complete() -> None:
             try:
-                saver.write(staged, threads=1)
-                saver.commit(blocked)
+                write_and_commit()
                 if written is not None:
                     written.set_result(saver.open_files())
                 if self.nodes.is_owner:
@@ -131,7 +124,7 @@ class FastTier:
                     written.set_exception(error)
                 raise
 
-        self.background.start(write_and_commit)
+        self.background.start(complete)
 
     def check_space(self, size: int, is_sharded: bool) -> None:
         """Raises if the fast folder of a node is too small for the generations of this run.
@@ -205,7 +198,7 @@ class GenerationSaver(Saver):
     def files_of_hooks(self) -> list[Payload]:
         """Returns the files that functions of the user have written in `staging_of_hooks`."""
         folder = self.staging_of_hooks.folder
-        return [Payload(name, folder / name, _move) for name in manifest.files_under(folder)]
+        return [Payload(name, folder / name, shutil.move) for name in manifest.files_under(folder)]
 
     def _exchange(self, summaries: Sequence[Mapping[str, Any]]) -> None:
         nodes, folder = self._tier.nodes, self.staging.folder
@@ -230,7 +223,7 @@ class GenerationSaver(Saver):
         failures = exchange(
             self._copies, self._tier.group, folder, folder, self._consensus, operation, verify
         )
-        raise_failures([(rank, text) for rank, text in enumerate(failures) if text])
+        raise_failures(enumerate(failures))
 
     def _files_by_folder(self, summaries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, FileRecord]]:
         summaries = self._summaries
@@ -292,10 +285,6 @@ def _copy_file(report: Any, file: BinaryIO, path: Path) -> Any:
     with file, path.open("wb") as copy:
         shutil.copyfileobj(file, copy, 1 << 22)
     return report
-
-
-def _move(source: Path, path: Path) -> None:
-    shutil.move(source, path)
 
 
 def plan_copies(nodes: Nodes, copies: int, summaries: Sequence[Mapping[str, Any]]) -> list[Transfer]:

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,6 @@ from accelerate.base import (
     RNG_STATE_NAME,
     CheckpointError,
     as_builtin,
-    describe,
     expect,
     for_threads,
     listed,
@@ -30,6 +29,7 @@ from accelerate.base import (
 from accelerate.checkpointing import folder, manifest, retention
 from accelerate.checkpointing.manifest import Manifest
 from accelerate.checkpointing.parts import CheckpointReader, GeneratorsPart
+from accelerate.checkpointing.saving import describe_failure
 from accelerate.logging import get_logger
 from accelerate.state import Consensus, Topology
 
@@ -228,14 +228,10 @@ def open_checkpoint(
 
 def _recover(path: Path, consensus: Consensus, timeout: float) -> None:
     """Restores on rank 0 what an interrupted save has moved aside, for which all ranks wait."""
-    failure = ""
-    if consensus.rank == 0:
-        try:
-            folder.recover(folder.absolute_path(path))
-        except Exception as error:  # raised again, on all ranks
-            failure = f"Rank 0 failed for all ranks: {describe(error)}."
+    recover = partial(folder.recover, folder.absolute_path(path))
+    failure = describe_failure(recover) if consensus.rank == 0 else ""
     if failure := consensus.decide(CALL, failure, lambda failures: failures[0], timeout):
-        raise CheckpointError(failure)
+        raise CheckpointError(f"Rank 0 failed for all ranks: {failure}.")
 
 
 def open_newest(

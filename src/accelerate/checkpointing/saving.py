@@ -15,9 +15,10 @@ import os
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -167,12 +168,28 @@ class Saver:
         """Writes the files of this rank, and keeps an error until `commit` raises it on all ranks."""
         self._payloads = payloads
         try:
-            self._write(payloads, threads)
-        except Exception as error:  # raised again by `commit`
-            self._failure = self._describe(error)
+            self._failure = describe_failure(partial(self._write, payloads, threads), self._describe)
         except BaseException:  # such as KeyboardInterrupt
             self.discard()
             raise
+
+    def stage(self, payloads: Sequence[Payload], memory: StagingMemory) -> Callable[[], None]:
+        """Copies the content of files to CPU memory, and returns the function that writes and commits them.
+
+        The function runs in a background thread.
+        """
+        try:
+            staged = memory.stage(payloads)
+        except Exception as error:
+            self.abort(error)
+            raise
+        blocked = time.perf_counter() - self.staging.began
+
+        def write_and_commit() -> None:
+            self.write(staged, threads=1)
+            self.commit(blocked)
+
+        return write_and_commit
 
     def _write(self, payloads: Sequence[Payload], threads: int) -> None:
         if is_shown():
@@ -211,14 +228,10 @@ class Saver:
             if decision["summaries"]:  # decoded anew on each rank, so that all write the same metadata
                 summaries = json.loads(json.dumps(decision["summaries"]))
             self._exchange(summaries)
-            failure = ""
-            if staging.is_owner:
-                try:
-                    self._commit_folder(summaries, decision["created"])
-                except Exception as error:
-                    failure = self._describe(error)
+            commit = partial(self._commit_folder, summaries, decision["created"])
+            failure = describe_failure(commit, self._describe) if staging.is_owner else ""
             failures = self._consensus.decide(staging.request.operation, failure, list, WRITE_TIMEOUT)
-            raise_failures([(rank, text) for rank, text in enumerate(failures) if text])
+            raise_failures(enumerate(failures))
         except Exception as error:
             self._record("failed", blocked, text=describe(error))
             raise
@@ -405,18 +418,18 @@ def _staging_folder(target: Path, offer: Mapping[str, Any]) -> StagingFolder:
     return StagingFolder(target, (target if inside else target.parent) / name, inside)
 
 
-def describe_failure(action: Callable[[], Any]) -> str:
+def describe_failure(action: Callable[[], Any], describe_error: Callable[[Exception], str] = describe) -> str:
     """Runs an action and returns its error as text, or an empty string."""
     try:
         action()
     except Exception as error:  # raised again, on all ranks, by raise_failures
-        return describe(error)
+        return describe_error(error)
     return ""
 
 
-def raise_failures(failures: Sequence[tuple[int, str]]) -> None:
-    if failures:
-        lines = "; ".join(f"process {rank}: {text}" for rank, text in failures)
+def raise_failures(texts: Iterable[tuple[int, str]]) -> None:
+    """Raises one error for the ranks with a text."""
+    if lines := "; ".join(f"process {rank}: {text}" for rank, text in texts if text):
         raise CheckpointError(
             f"The checkpoint was not saved, and the ones before it are unchanged ({lines}). Fix the cause, "
             "such as a full disk, and save again."
@@ -473,18 +486,7 @@ class Checkpoints:
             saver.write(payloads)
             saver.commit()
             return
-        try:
-            staged = self._memory.stage(payloads)
-        except Exception as error:
-            saver.abort(error)
-            raise
-        blocked = time.perf_counter() - saver.staging.began
-
-        def write_and_commit() -> None:
-            saver.write(staged, threads=1)
-            saver.commit(blocked)
-
-        self.background.start(write_and_commit)
+        self.background.start(saver.stage(payloads, self._memory))
 
 
 def _open_consensus() -> Consensus:
