@@ -33,6 +33,7 @@ class ShardPlan:
         split: Whether the batch of the user is the global batch.
         even: Whether the end of the epoch is padded; always for iterable datasets and dispatched loaders.
         replicates: Whether several ranks of a group get the same batch.
+        uses_dispatcher: Whether the loader is a `DataLoaderDispatcher`, also on one process.
         global_batch_size: Number of samples of one optimizer step; None if it depends on the groups.
         reason: The reason for the mode, for messages.
     """
@@ -44,6 +45,7 @@ class ShardPlan:
     split: bool = False
     even: bool = True
     replicates: bool = False
+    uses_dispatcher: bool = False
     global_batch_size: int | None = None
     reason: str = "one process"
 
@@ -132,7 +134,9 @@ def plan(
     if split and size is not None:
         check_split(size, groups)
     part = size // groups if split and size is not None else size
-    base = ShardPlan("shard", groups, group, part, split, replicates=num_processes > groups)
+    base = ShardPlan(
+        "shard", groups, group, part, split, replicates=num_processes > groups, uses_dispatcher=bool(dispatch)
+    )
     if groups > 1 and not dispatch and is_sharded(loader, groups, group):
         return replace(base, reason="the dataset is sharded already")
     if native_shard is not None:
@@ -144,7 +148,8 @@ def plan(
             "an iterable dataset may differ between processes; if it yields the same samples in the same "
             "order in each of them, dispatch_batches=False lets each read its shard"
         )
-        return replace(base, mode="dispatch", reason="asked for" if dispatch else reason)
+        reason = "asked for" if dispatch else reason
+        return replace(base, mode="dispatch", uses_dispatcher=True, reason=reason)
     if groups == 1:
         reason = "one process" if num_processes == 1 else "all processes get the same batches"
         return replace(base, mode="unsharded", batch_size=size, even=even, reason=reason)

@@ -148,7 +148,7 @@ def prepare_data_loader(
         **kept_settings(dataloader),
     }
     loader: Any
-    if decided.mode == "dispatch" or (num_processes == 1 and dispatch_batches):
+    if decided.uses_dispatcher:
         settings |= {"slice_fn": slice_fn_for_dispatch, "split_batches": split_batches}
         settings |= order_arguments(dataloader, index_sampler, decided)
         loader = DataLoaderDispatcher(dataloader.dataset, **settings)
