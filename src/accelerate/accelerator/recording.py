@@ -151,7 +151,7 @@ class RunSources:
             num_nodes=-(-topology.size // max(topology.local_size, 1)),
             attempt=count_of(self._environ, "TORCHELASTIC_RESTART_COUNT", 0),
             device=str(state.device),
-            device_name=self._device_name(),
+            device_name=str(getattr(self._module, "get_device_name", platform.processor)()),
             script=self._script,
             versions={
                 "python": platform.python_version(),
@@ -161,10 +161,6 @@ class RunSources:
             settings=list(_settings(state, self._request, self._environ)) if state.process_index == 0 else [],
             mesh={**({"replicas": self._num_replicas} if mesh and self._num_replicas > 1 else {}), **mesh},
         )
-
-    def _device_name(self) -> str:
-        name = getattr(self._module, "get_device_name", platform.processor)
-        return str(name())
 
     def memory(self) -> tuple[int, int]:
         """Returns the current and peak bytes allocated on the device, or of this process."""

@@ -369,12 +369,8 @@ def _setting_of_torch(name: str) -> property:
     return property(read, write)
 
 
-def _add_torch_settings(cls: type) -> None:
-    for name in _TORCH_SETTINGS:
-        setattr(cls, name, _setting_of_torch(name))
-
-
-_add_torch_settings(DataLoaderAdapter)
+for _name in _TORCH_SETTINGS:
+    setattr(DataLoaderAdapter, _name, _setting_of_torch(_name))
 
 
 class PassContext:

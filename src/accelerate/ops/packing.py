@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, as_builtin
-from accelerate.nested import honor_mapping, honor_type
+from accelerate.nested import recursively_apply
 from accelerate.ops.base import Header
 
 ALIGNMENT = 16
@@ -264,11 +264,7 @@ def flatten_structure(data: Any) -> FlatStructure:
 
 def unflatten_structure(data: Any, leaves: Iterator[Any]) -> Any:
     """Returns nested data of the structure of `data` with other leaves."""
-    if isinstance(data, Tensor):
-        return next(leaves)
-    if isinstance(data, (list, tuple)):
-        return honor_type(data, [unflatten_structure(item, leaves) for item in data])
-    return honor_mapping(data, {key: unflatten_structure(value, leaves) for key, value in data.items()})
+    return recursively_apply(lambda leaf: next(leaves), data)
 
 
 def _collect(data: Any, leaves: list[Tensor], shapes_and_dtypes: list[Any], containers: list[Any]) -> None:

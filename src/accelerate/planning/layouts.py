@@ -332,7 +332,8 @@ def candidate_layouts(
     """
     # With more stages than micro-batches, ranks wait most of the time.
     most_stages = min(_num_blocks(trace), Layout.microbatches)
-    for stages, degree, experts in itertools.product(_divisors(devices), repeat=3):
+    divisors = [divisor for divisor in range(1, devices + 1) if devices % divisor == 0]
+    for stages, degree, experts in itertools.product(divisors, repeat=3):
         shards, rest = divmod(devices, stages * degree * experts)
         if rest or stages > most_stages or degree > LARGEST_TENSOR_PARALLEL:
             continue
@@ -362,10 +363,6 @@ def candidate_layouts(
                         stages=stages,
                         expert_parallel=experts,
                     )
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 _DEVICES = re.compile(r"(?:\s*(\d{1,6})\s*[xX×])?(.+[bB])\s*")

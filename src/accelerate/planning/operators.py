@@ -7,7 +7,7 @@ other tensors, and adds the workspaces of recurrent layers and the elements of r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate import torch_private
+from accelerate.nested import iterate_tensors
 from accelerate.torch_private import operator
 
 aten: Any = torch.ops.aten
@@ -28,10 +29,6 @@ MAX_INTEGERS, MAX_FLOATS = 2**22, 2**16
 """Elements of the largest integer and floating-point tensors whose values are stored."""
 MAX_BYTES = 2**28
 """Most bytes of the arguments without known values for which an operator runs with ones."""
-
-
-def _nonzero(mask: Tensor) -> Tensor:
-    return mask.new_empty((mask.numel(), mask.ndim), dtype=torch.long)
 
 
 def _unique(values: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,7 +52,7 @@ def _bincount(values: Tensor, weights: Tensor | None = None, minlength: int = 0)
 
 
 LARGEST_RESULTS: Mapping[Any, Callable[..., Any]] = {
-    aten.nonzero.default: _nonzero,
+    aten.nonzero.default: lambda mask: mask.new_empty((mask.numel(), mask.ndim), dtype=torch.long),
     operator("_unique2.default"): _unique,
     aten.unique_consecutive.default: _unique,
     aten.unique_dim.default: _unique_along,
@@ -181,7 +178,7 @@ class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
                 result = _like(value, args)
         else:
             result = self._run(func, args, kwargs)
-            known = known and all(_is_small(tensor) for tensor in _tensors((result,)))
+            known = known and all(_is_small(tensor) for tensor in iterate_tensors((result,)))
             value = self._compute(func, args, kwargs) if known else None
         if _is_loss(func) and isinstance(result, Tensor) and not result.ndim:  # keeps what it has reduced
             result = args[0].new_empty(args[0].numel()).as_strided((), ())
@@ -197,7 +194,7 @@ class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
         try:
             return META_KERNELS.get(func, func)(*args, **kwargs)
         except (fakes.DynamicOutputShapeException, fakes.DataDependentOutputException):
-            unknown = [arg for arg in _tensors((*args, *kwargs.values())) if self._value(arg) is None]
+            unknown = [arg for arg in iterate_tensors((*args, *kwargs.values())) if self._value(arg) is None]
             if sum(tensor.nbytes for tensor in unknown) > MAX_BYTES:
                 raise
             with torch_private.no_dispatch():
@@ -257,14 +254,14 @@ class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
 
     def _is_known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Returns whether an operator is deterministic and the values of all its arguments are known."""
-        if any(self._value(tensor) is None for tensor in _tensors((*args, *kwargs.values()))):
+        if any(self._value(tensor) is None for tensor in iterate_tensors((*args, *kwargs.values()))):
             return False
         return torch.Tag.nondeterministic_seeded not in func.tags
 
     def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Returns the result of an operator on known values, or None if it raises an error for them."""
         if torch_private.mutated_by(func):
-            tensors = _tensors((*args, *kwargs.values()))
+            tensors = iterate_tensors((*args, *kwargs.values()))
             if not all(isinstance(tensor, torch_private.fake_tensors.FakeTensor) for tensor in tensors):
                 return None  # constants of the model are not modified
         real = [self._on_cpu(arg) for arg in args]
@@ -291,10 +288,10 @@ class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
         """Stores the values of the results of an operator, and removes those of modified tensors."""
         if value is None and (names := torch_private.mutated_by(func)):
             arguments = torch_private.arguments_of(func, args, kwargs)
-            for tensor in _tensors([arguments[name] for name in names if name in arguments]):
+            for tensor in iterate_tensors([arguments[name] for name in names if name in arguments]):
                 self._remove(tensor)
-        results = list(_tensors((result,)))
-        values: list[Any] = list(_tensors((value,))) if value is not None else [None] * len(results)
+        results = list(iterate_tensors((result,)))
+        values: list[Any] = list(iterate_tensors((value,))) if value is not None else [None] * len(results)
         for tensor, stored in zip(results, values, strict=True):
             if stored is None and self._value(tensor) is None:
                 stored = _assumed(func, tensor, torch_private.arguments_of(func, args, kwargs))
@@ -347,14 +344,6 @@ def _pad_packed(
     return padded.transpose(0, 1) if batch_first else padded, lengths
 
 
-def _tensors(arguments: Any) -> Iterator[Tensor]:
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            yield argument
-        elif isinstance(argument, (list, tuple)):
-            yield from _tensors(argument)
-
-
 def _is_loss(func: Any) -> bool:
     name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
     return name.endswith("_loss") or name == "binary_cross_entropy"
@@ -383,7 +372,7 @@ def _assumed(func: Any, tensor: Tensor, arguments: Mapping[str, Any] | None = No
         and arguments
         and tensor.numel() <= MAX_INTEGERS
     ):
-        source = next(_tensors(arguments.values()))
+        source = next(iterate_tensors(arguments))
         dim = arguments.get("dim")
         extent = source.numel() if dim is None else source.shape[dim] if source.ndim else 1
         with torch_private.no_dispatch():

@@ -256,7 +256,7 @@ def ranks(runs: Sequence[Run]) -> Element | None:
     parts: list[Element | None] = []
     for run in runs:
         timed = [summary for summary in run.ranks.values() if summary.steps]
-        timed.sort(key=_seconds_per_step, reverse=True)
+        timed.sort(key=lambda summary: summary.seconds / summary.steps, reverse=True)
         shown = sorted(timed[:MAX_RANKS], key=lambda summary: summary.rank)
         if not shown:
             continue
@@ -278,10 +278,6 @@ def ranks(runs: Sequence[Run]) -> Element | None:
             text = f"Of {len(timed)} ranks, those {len(shown)} that took longest for a step."
             parts.append(tag("p", text, class_="note"))
     return _section("Ranks", *parts)
-
-
-def _seconds_per_step(summary: RankTotals) -> float:
-    return summary.seconds / summary.steps
 
 
 def _rank_row(summary: RankTotals, run: Run, has_mesh: bool, has_flops: bool, has_nodes: bool) -> list[Cell]:

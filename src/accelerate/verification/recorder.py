@@ -348,7 +348,7 @@ class Recorder:
         ):
             self._trace_gradients(optimizer)
         self._restore_rates()
-        self._rates = _rates_of(optimizer)
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         if forced := self._forced_rates.get((self._observed.index(optimizer), optimizer.num_updates + 1)):
             self._replaced = optimizer
             for group, rate in zip(optimizer.param_groups, forced, strict=False):
@@ -538,10 +538,6 @@ def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
             isinstance(each, (int, float)) for each in (value if isinstance(value, (tuple, list)) else ())
         )
     }
-
-
-def _rates_of(optimizer: Any) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
 
 def _digests(batch: Any, rows: int | None) -> list[str]:
