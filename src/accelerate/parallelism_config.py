@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from enum import Enum
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,8 +33,60 @@ from accelerate.settings.sections import ParallelismSection
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("pp", "ep", "dp_replicate", "dp_shard", "cp", "sp", "tp")
-"""Mesh dimensions from the outermost to the innermost, whose ranks communicate the most."""
+
+class Data(Enum):
+    """Data of the ranks along a dimension of the mesh."""
+
+    BATCHES = "different batches"
+    SEQUENCES = "parts of the sequences of one batch"
+    COPIES = "the same batch"
+
+
+class MeshAxis(Enum):
+    """Dimensions of the device mesh, from the outermost to the innermost, whose ranks communicate the most.
+
+    The value of a member is the name of the dimension, to which `ParallelismConfig` has a size.
+
+    | member | the ranks along it have |
+    |---|---|
+    | `PP` | different layers of a model (pipeline parallelism) |
+    | `EP` | different experts of layers (expert parallelism) |
+    | `DP_REPLICATE` | replicas of the model (data parallelism) |
+    | `DP_SHARD` | shards of the parameters of one replica (FSDP) |
+    | `CP` | parts of sequences, with attention over all of them (context parallelism) |
+    | `SP` | parts of sequences, which they exchange for attention heads (sequence parallelism of DeepSpeed) |
+    | `TP` | shards of the weights of layers (tensor parallelism) |
+
+    Attributes:
+        data: Data of the ranks along it.
+        is_sharding: Whether FSDP shards parameters along it.
+    """
+
+    PP = "pp", Data.COPIES
+    EP = "ep", Data.BATCHES, True
+    DP_REPLICATE = "dp_replicate", Data.BATCHES
+    DP_SHARD = "dp_shard", Data.BATCHES, True
+    CP = "cp", Data.SEQUENCES, True
+    SP = "sp", Data.SEQUENCES
+    TP = "tp", Data.COPIES
+
+    data: Data
+    is_sharding: bool
+
+    def __new__(cls, name: str, data: Data, is_sharding: bool = False) -> MeshAxis:
+        member = object.__new__(cls)
+        member._value_, member.data, member.is_sharding = name, data, is_sharding
+        return member
+
+
+AXES: tuple[str, ...] = tuple(axis.value for axis in MeshAxis)
+"""Names of the dimensions of the mesh in their order."""
+
+
+def axes_with(*data: Data) -> tuple[str, ...]:
+    """Returns the names of the dimensions of the mesh whose ranks have certain data."""
+    return tuple(axis.value for axis in MeshAxis if axis.data in data)
+
 
 BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}
 
@@ -116,22 +169,23 @@ class ParallelismConfig:
     @property
     def dp_dim_names(self) -> list[str]:
         """Dimensions along which ranks have different data."""
-        return self._active("ep", "dp_replicate", "dp_shard")
+        return self._active(*axes_with(Data.BATCHES))
 
     @property
     def non_dp_dim_names(self) -> list[str]:
         """Dimensions along which ranks have the same data."""
-        return self._active("pp", "tp", "cp", "sp")
+        return self._active(*axes_with(Data.COPIES), *axes_with(Data.SEQUENCES))
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
         """Dimensions along which FSDP shards parameters, where "ep" does not shard those of experts again."""
-        return self._active("ep", "dp_shard", "cp")
+        return self._active(*(axis.value for axis in MeshAxis if axis.is_sharding))
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
         """Dimensions along which a loss is averaged."""
-        return self._active("ep", "dp_replicate", "dp_shard", "cp")
+        names = {*axes_with(Data.BATCHES), *self.dp_shard_cp_dim_names}
+        return self._active(*(name for name in AXES if name in names))
 
     @property
     def fsdp_dim_names(self) -> list[str]:
@@ -146,12 +200,12 @@ class ParallelismConfig:
     @property
     def non_data_parallel_size(self) -> int:
         """Number of ranks that have the same data."""
-        return prod(self._sizes[axis] for axis in ("pp", "tp", "cp", "sp"))
+        return prod(self._sizes[axis] for axis in axes_with(Data.SEQUENCES, Data.COPIES))
 
     @property
     def data_parallel_size(self) -> int:
         """Number of groups of ranks that have different data."""
-        return prod(self._sizes[axis] for axis in ("ep", "dp_replicate", "dp_shard"))
+        return prod(self._sizes[axis] for axis in axes_with(Data.BATCHES))
 
     @property
     def pp_enabled(self) -> bool:

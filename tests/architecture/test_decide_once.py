@@ -19,10 +19,7 @@ RESOLVING = ("devices/", "test_utils/")
 
 ALLOWED = {
     "launch/script.py": "the label is an argument of a public class",
-    "plugins/deepspeed.py": "reads the stage, and answers is_zero3 for all others",
     "precision/fp8.py": "the vendor of the hardware chooses the package to import",
-    "state/accelerator_state.py": "`is_fsdp2` is public, and is decided here",
-    "state/partial.py": "derives the label of the run",
     "strategies/resolve.py": "chooses the strategy of a machine",
 }
 """Files that may ask, and why."""

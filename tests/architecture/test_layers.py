@@ -119,10 +119,10 @@ def test_only_users_of_a_package_import_its_resolver(sources: list[Any], modules
 
 
 STRATEGIES = (
-    *("bundle", "mistakes", "module_state", "tolerances", "views", "explained_ddp", "matrix_plan"),
-    *("dtensors", "session", "request", "matrix_states", "state"),
-    *("axes", "pipeline", "composition", "sharded_models"),
-    *("base", "recomputation", "replicas", "matrix_owners"),
+    *("batches", "bundle", "mistakes", "module_state", "tolerances", "views", "explained_ddp", "matrix_plan"),
+    *("dtensors", "session", "request", "matrix_states", "state", "dtensor_state", "layer"),
+    *("axes", "pipeline", "sharded_models"),
+    *("base", "recomputation", "replicas", "matrix_owners", "composition"),
     *("fsdp", "ddp", "deepspeed", "megatron", "xla"),
     "resolve",
 )

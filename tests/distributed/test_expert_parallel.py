@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import PreparationError, compare_versions, is_torch_version
+from accelerate.strategies.axes import ExpertAxis
 from accelerate.utils import ActivationCheckpointing, DistributedDataParallelKwargs, ExpertParallelConfig
 
 Run = Callable[..., list[Any]]
@@ -639,7 +640,7 @@ def prepare_wrong_models() -> None:
         assert all(model.get_parameter(name) is value for name, value in before.items())
 
     handler = accelerator.parallelism_config.ep_handler
-    axis: Any = accelerator._runtime.strategy.axes.expert
+    axis: Any = next(e for e in accelerator._runtime.strategy.layers if isinstance(e, ExpertAxis))
     with pytest.raises(ValueError, match="ep_size=2: layers.0.experts has 3 experts.*Use one of 1, 3"):
         accelerator.prepare(Net(3))
     with pytest.raises(ValueError, match="ep_size=2: is_experts selects no module of Linear"):
@@ -669,7 +670,7 @@ def build_with_useless_options() -> str:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("accelerate.strategies.ddp").addHandler(handler)
+    logging.getLogger("accelerate.strategies.axes.expert").addHandler(handler)
     accelerator.prepare(Net())
     return "".join(messages)
 

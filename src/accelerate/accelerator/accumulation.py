@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.held_gradients import HeldGradients
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.parallelism_config import Data, axes_with
 from accelerate.state import DrivingLoader, GradientState, mesh_sizes
 
 if TYPE_CHECKING:
@@ -363,7 +365,7 @@ def _held_gradients(prepared: strategies.Prepared) -> list[tuple[Tensor, Tensor]
 def num_copies(strategy: strategies.Strategy) -> int:
     """Returns the number of ranks that read the same whole batch, and so count the same items."""
     sizes = mesh_sizes(strategy.loader_mesh)
-    return sizes.get("tp", 1) * sizes.get("pp", 1)
+    return prod(sizes.get(name, 1) for name in axes_with(Data.COPIES))
 
 
 def _refuse_loader(loader: Any, global_batch_size: int) -> NoReturn:
@@ -387,7 +389,7 @@ def sync_context(
         return _SYNCHRONIZED
     strategy = accumulation.strategy
     is_early = accumulation.gradients.plugin_kwargs.get("sync_each_batch", False)
-    context_of = strategy.early_sync if is_early else strategy.no_sync
+    context_of = partial(strategy.no_sync, early=is_early)
     if len(models) == 1:
         return context_of(models[0])
     contexts = ExitStack()

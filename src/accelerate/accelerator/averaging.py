@@ -277,7 +277,7 @@ class WeightAverage:
 
     def _weights_of(self, optimizer: AcceleratedOptimizer) -> list[Tensor]:
         """Returns the trainable weights of the model on this rank that an optimizer steps."""
-        weights = self._runtime.strategy.stepped_weights(optimizer, self.model)
+        weights = self._runtime.strategy.state.stepped_weights(optimizer, self.model)
         return [weight for weight in weights if weight.requires_grad and _local(weight).numel()]
 
     def _names(self) -> list[tuple[str, str]]:
@@ -378,7 +378,7 @@ class _Lookup:
 def _find_model(runtime: Runtime, model: nn.Module) -> nn.Module:
     """Returns the prepared model, or raises an error for one that is not prepared or cannot be averaged."""
     prepared = runtime.find_prepared(model)
-    runtime.strategy.check_averages(prepared)
+    runtime.strategy.state.check_averages(prepared)
     return prepared
 
 

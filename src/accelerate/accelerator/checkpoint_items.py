@@ -26,7 +26,8 @@ def collect(runtime: Runtime, staging: Staging, step: int, safe: bool) -> list[P
         step: Number of micro-batches since the end of the last pass over a loader.
         safe: Whether whole weights are written to safetensors files.
     """
-    strategies.plan_matrices(runtime.strategy)  # of groups that were added since the last step
+    for layer in runtime.strategy.layers:
+        layer.follow_parameters()
     in_shards = runtime.strategy.state.saves_shards
     if in_shards and not all(current_transport().gather_object(staging.is_common)):
         raise CheckpointError(
@@ -45,7 +46,8 @@ def collect(runtime: Runtime, staging: Staging, step: int, safe: bool) -> list[P
 
 def read(runtime: Runtime, source: CheckpointSource, reader: CheckpointReader, policy: str) -> list[Change]:
     """Reads all files of a checkpoint, and returns the changes to the objects of the run."""
-    strategies.plan_matrices(runtime.strategy)  # of groups that were added since the last step
+    for layer in runtime.strategy.layers:
+        layer.follow_parameters()
     models = list(runtime.prepared.models)
     for hook in runtime.checkpoints.load_hooks.values():
         hook(models, str(source.folder))

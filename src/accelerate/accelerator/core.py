@@ -164,7 +164,7 @@ class Accelerator(ProcessControl):
         self._stop_requests = diagnostics.get_stop_requests(environ.current())
         self.state = runtime.state
         self.gradient_state = runtime.gradient_state
-        self._cp_context = _context_before_prepare(runtime.strategy.axes.sequence)
+        self._cp_context = _context_before_prepare(strategies.splitting_layer(runtime.strategy.layers))
         self.flag_tensor: torch.Tensor | None = None
         self.device_placement = request.device_placement
         self.step_scheduler_with_optimizer = request.step_scheduler_with_optimizer
@@ -259,13 +259,13 @@ class Accelerator(ProcessControl):
             fix = "Give one entry for each object, or leave it out"
             raise wrong_value("device_placement", device_placement, reason, fix)
         strategy, bundle = self._runtime.strategy, strategies.Bundle(args, device_placement)
-        axis, kind = strategy.axes.sequence, strategies.Kind
+        kind = strategies.Kind
         if whole_matrices is not None and not bundle.new(kind.OPTIMIZER):
             reason = "none of the objects is an optimizer that is not prepared yet"
             raise wrong_value("whole_matrices", whole_matrices, reason, "Pass it with the optimizer")
         strategy.check(bundle)
-        strategy.check_others(bundle.of(kind.OTHER))
-        if axis.splits_buffers:
+        strategies.warn_of_held_loaders(strategy, bundle.of(kind.OTHER))
+        if strategies.splitting_layer(strategy.layers).splits_buffers:
             self._prepare_cp(*bundle.objects)
         with strategy.preparing(bundle):
             bundle.replace(kind.LOADER, self.prepare_data_loader)
@@ -274,19 +274,16 @@ class Accelerator(ProcessControl):
             requested: Any = {} if whole_matrices is None else {"whole_matrices": whole_matrices}
             bundle.replace(kind.OPTIMIZER, partial(self.prepare_optimizer, **requested))
             bundle.replace(kind.SCHEDULER, lambda scheduler, _: self.prepare_scheduler(scheduler))
-        strategies.plan_matrices(strategy)
+        for layer in strategy.layers:
+            layer.follow_parameters()
         if bundle.models:
-            bundle.replace(kind.LOADER, lambda loader, _: axis.transform_loader(loader, bundle.models[0]))
+            bundle.replace(kind.LOADER, lambda loader, _: strategy.transform_loader(loader, bundle.models[0]))
         self._checkpoints.check_space()
         return bundle.result()
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """Prepares models for sharded sequences, in a method that clients replace to set `_cp_context`."""
-        axis = self._runtime.strategy.axes.sequence
-        for obj in args:
-            if isinstance(obj, nn.Module) and not strategies.is_prepared(obj):
-                axis.transform_model(obj)
-        self._cp_context = axis.split_batch
+        self._cp_context = strategies.splitting_layer(self._runtime.strategy.layers).split_batch
         return args
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
@@ -317,14 +314,9 @@ class Accelerator(ProcessControl):
         self._runtime.strategy.check_model(model)
         moves = self.device_placement if device_placement is None else device_placement
         moves = moves and not getattr(model, "hf_device_map", None)
-        recomputation = None
-        if not evaluation_mode:
-            recomputation = strategies.apply_activation_checkpointing(self._runtime.strategy, model)
         prepared = strategies.mark_prepared(
             self._runtime.strategy.wrap_model(model, to_device=moves, evaluation=evaluation_mode)
         )
-        if recomputation is not None:
-            recomputation.attach(prepared)
         self._models.append(prepared)
         return prepared  # type: ignore[return-value]
 
@@ -420,12 +412,12 @@ class Accelerator(ProcessControl):
             return optimizer
         moves = self.device_placement if device_placement is None else device_placement
         prepared = self._runtime.strategy.wrap_optimizer(optimizer, to_device=moves)
-        strategies.own_matrices(self._runtime.strategy, prepared, whole_matrices)
+        strategies.divide_steps(self._runtime.strategy, prepared, whole_matrices)
         if self._recovery is not None:
             prepared.commit = self._recovery.commit
         self._optimizers.append(prepared)
         self._runtime.strategy.precision.set_optimizers(self._optimizers)
-        self._runtime.strategy.assign_optimizers()
+        self._runtime.session.assign_optimizers()
         return prepared  # type: ignore[return-value]  # it forwards the attributes of `optimizer`
 
     def prepare_scheduler(self, scheduler: A) -> A:
@@ -475,7 +467,7 @@ class Accelerator(ProcessControl):
             dl: A prepared loader of dictionaries with input_ids, position_ids and labels.
             model: The prepared model.
         """
-        return self._runtime.strategy.axes.sequence.transform_loader(dl, model)  # type: ignore[no-any-return]
+        return self._runtime.strategy.transform_loader(dl, model)  # type: ignore[no-any-return]
 
     def skip_first_batches(self, dataloader: Loader, num_batches: int = 0) -> Loader:
         """Returns a loader that begins after `num_batches` batches, without reading them.

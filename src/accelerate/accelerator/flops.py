@@ -193,7 +193,7 @@ def _num_attempts() -> int:
 def _is_countable(runtime: Runtime) -> bool:
     """Returns whether all kernels of a step are operators that a dispatch mode sees."""
     strategy, models = runtime.strategy, runtime.prepared.models
-    if not strategy.holds_gradients or strategy.axes.pipeline is not None:
+    if not strategy.holds_gradients or any(layer.divides_models for layer in strategy.layers):
         return False
     if torch_private.count_compilations() > runtime.num_compilations or any(
         map(has_compiled_regions, models)

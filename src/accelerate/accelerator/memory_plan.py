@@ -44,7 +44,8 @@ def plan_memory(
         keeps_output=loss is None,
     )
     strategy = runtime.strategy
-    strategy.axes.expert.check_model(step.model)
+    for layer in strategy.layers:
+        layer.check_model(step.model)
     layout, policy = strategy.memory_layout(), runtime.request.activations
     if policy is not None and policy.budget is not None:
         choice = strategies.choose_for_step(strategy, step, policy)

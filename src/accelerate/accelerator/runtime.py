@@ -141,7 +141,7 @@ def _assemble(
         functions=functions,
         mesh=state.device_mesh,
     )
-    strategy = strategies.resolve_strategy(request, state.topology, backend.name)(context)
+    strategy = strategies.compose(strategies.resolve_strategy(request, state.topology, backend.name)(context))
     timeout = diagnostics.watching.read_limits(environ.current()).timeout or DEFAULT_TIMEOUT
     return Runtime(
         request=request,

@@ -14,8 +14,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accelerate.base import ConfigurationError
 from accelerate.data_loader.iterable_shard import IterableDatasetShard
 from accelerate.data_loader.samplers import check_split
+from accelerate.parallelism_config import Data, axes_with
 
-SHARED_AXES = frozenset({"tp", "cp", "sp", "pp"})
+SHARED_AXES = frozenset(axes_with(Data.SEQUENCES, Data.COPIES))
 """Mesh dimensions along which ranks get the same batch."""
 
 

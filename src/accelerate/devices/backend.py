@@ -52,6 +52,14 @@ class DeviceBackend:
     notebook_variables: tuple[tuple[str, str], ...] = ()  # set while a notebook trains on one device
     deepspeed_variables: tuple[tuple[str, str], ...] = ()  # select it in DeepSpeed, which does not detect it
 
+    def distributed_type_of(self, size: int) -> DistributedType:
+        """Returns the label of data-parallel training on a number of processes."""
+        if size == 1 and not self.own_runtime:
+            return DistributedType.NO
+        if self.distributed_type == DistributedType.NO:  # hardware without a label of its own
+            return DistributedType.MULTI_CPU
+        return self.distributed_type
+
     def installed(self) -> bool:
         """Returns whether the package that adds this hardware to torch is installed, without importing it."""
         return self.extension is None or find_spec(self.extension.partition(".")[0]) is not None

@@ -135,9 +135,9 @@ class DeepSpeedPlugin:
     def _read_flags(self, variables: Mapping[str, Any]) -> None:
         flag = self.zero3_init_flag
         if flag is None:
-            flag = variables.get("zero3_init_flag", self.zero_stage == 3)
+            flag = variables.get("zero3_init_flag", self.hf_ds_config.is_zero3())
         self.zero3_init_flag = read_flag("zero3_init_flag", flag)
-        if self.zero3_init_flag and self.zero_stage != 3:
+        if self.zero3_init_flag and not self.hf_ds_config.is_zero3():
             reason = f"ZeRO stage {self.zero_stage} does not shard models"
             warnings.warn(f"zero3_init_flag=True has no effect: {reason}.", stacklevel=4)
             self.zero3_init_flag = False

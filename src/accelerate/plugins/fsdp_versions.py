@@ -143,6 +143,7 @@ class FsdpVersion(ABC):
     policy_name: ClassVar[str]  # name of torch's class of mixed precision policies
     offload_name: ClassVar[str]  # name of torch's class of CPU offload
     state_dict_type: ClassVar[str]  # default type of saved state dicts
+    shards_in_place: ClassVar[bool] = False  # keeps the modules of a model, with DTensors as parameters
     takes_any_mesh: ClassVar[bool] = False  # shards over several mesh dimensions without a hybrid strategy
     is_spmd_on_xla: ClassVar[bool] = False  # one process drives all XLA devices of its node
     has_local_states: ClassVar[bool] = True  # supports LOCAL_STATE_DICT
@@ -279,6 +280,7 @@ class VersionTwo(FsdpVersion):
     policy_name = "MixedPrecisionPolicy"
     offload_name = "OffloadPolicy"
     state_dict_type = "SHARDED_STATE_DICT"
+    shards_in_place = True
     takes_any_mesh = True
     is_spmd_on_xla = True
     has_local_states = False

@@ -25,6 +25,7 @@ from accelerate.base import (
     wrong_value,
 )
 from accelerate.devices import of_device
+from accelerate.plugins import version_of
 from accelerate.state import process_group
 from accelerate.state.partial import PICKLED_ENTRIES, PartialState, RunState
 from accelerate.state.shared import SharedDict
@@ -172,7 +173,7 @@ class AcceleratorState(RunState):
     def is_fsdp2(self) -> bool:
         """True if models are sharded by FSDP 2."""
         plugin = self.__dict__.get("fsdp_plugin")
-        return plugin is not None and plugin.fsdp_version == 2
+        return plugin is not None and version_of(plugin).shards_in_place
 
     @property
     def deepspeed_plugin(self) -> Any:

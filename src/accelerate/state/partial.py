@@ -134,7 +134,7 @@ class PartialState(RunState):
             backend=comm,
             device=device,
             debug=parse_flag_from_env("ACCELERATE_DEBUG_MODE"),
-            distributed_type=_distributed_type_of(device_backend, topology),
+            distributed_type=device_backend.distributed_type_of(topology.size),
             num_processes=topology.size,
             process_index=topology.rank,
             local_process_index=topology.local_rank,
@@ -155,7 +155,7 @@ class PartialState(RunState):
         environ = _with_sagemaker(current(), sagemaker_dp or None)
         hardware, _ = _choose_hardware(cpu, environ)
         topology = environments.detect(environ)
-        label = _distributed_type_of(hardware, topology)
+        label = hardware.distributed_type_of(topology.size)
         if backend is None and topology.size > 1 and not hardware.own_runtime:
             backend = _backend_of(topology) or hardware.comm or "gloo"
         return backend, label
@@ -283,11 +283,3 @@ def _join_group(
 def _backend_of(topology: Topology) -> str | None:
     """Returns the backend that a launcher requires, or None for that of the hardware."""
     return "smddp" if topology.started_by == "sagemaker" else None
-
-
-def _distributed_type_of(backend: DeviceBackend, topology: Topology) -> DistributedType:
-    if topology.size == 1 and not backend.own_runtime:
-        return DistributedType.NO
-    if backend.distributed_type == DistributedType.NO:  # hardware without a data-parallel label
-        return DistributedType.MULTI_CPU
-    return backend.distributed_type

@@ -3,6 +3,7 @@ from accelerate.strategies.base import (
     Strategy as Strategy,
     keep_file as keep_file,
     refuse_split_model as refuse_split_model,
+    warn_of_held_loaders as warn_of_held_loaders,
 )
 from accelerate.strategies.bundle import (
     Bundle as Bundle,
@@ -13,9 +14,9 @@ from accelerate.strategies.bundle import (
     mark_prepared as mark_prepared,
     parameter_ids as parameter_ids,
 )
+from accelerate.strategies.composition import compose as compose, divide_steps as divide_steps
 from accelerate.strategies.ddp import (
     DataParallel as DataParallel,
-    SingleProcess as SingleProcess,
     adopt_order as adopt_order,
     order_of as order_of,
     sync_in_backward as sync_in_backward,
@@ -25,17 +26,13 @@ from accelerate.strategies.fsdp import (
     ReplicatedTensorParallel as ReplicatedTensorParallel,
     TensorParallel as TensorParallel,
 )
-from accelerate.strategies.matrix_owners import (
-    own_matrices as own_matrices,
-    plan_matrices as plan_matrices,
-)
+from accelerate.strategies.layer import Layer as Layer, splitting_layer as splitting_layer
 from accelerate.strategies.mistakes import (
     find_unrelated_optimizers as find_unrelated_optimizers,
     find_unstepped_models as find_unstepped_models,
 )
 from accelerate.strategies.module_state import ModuleState as ModuleState, SavedBuffer as SavedBuffer
 from accelerate.strategies.recomputation import (
-    apply_activation_checkpointing as apply_activation_checkpointing,
     choose_for_step as choose_for_step,
     chosen_policy as chosen_policy,
     keep_activations as keep_activations,

@@ -19,6 +19,8 @@ from accelerate.scheduler import AcceleratedScheduler
 T = TypeVar("T")
 
 PREPARED_MARK = "_is_accelerate_prepared"
+WHOLE_MATRICES = "whole_matrices"
+"""Attribute of optimizers that need whole matrices, and option of groups whose parameters are exempt."""
 
 
 class Kind(Enum):
@@ -129,3 +131,8 @@ def as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 def parameter_ids(optimizers: Iterable[Any]) -> set[int]:
     """Returns the ids of all parameters of optimizers."""
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+def needs_whole_matrices(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether an optimizer is torch's Muon, or declares that it needs whole matrices."""
+    return getattr(optimizer, WHOLE_MATRICES, isinstance(optimizer, torch.optim.Muon)) is True

@@ -10,11 +10,12 @@ before it trains.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate import torch_private
 from accelerate.base import DDPCommunicationHookType, listed, wrong_value
 from accelerate.logging import get_logger
-from accelerate.ops import is_dtensor
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.planning import Layout
 from accelerate.plugins import DistributedDataParallelKwargs
 from accelerate.state import services
 from accelerate.strategies.base import (
     Strategy,
+    mean_over_ranks,
     refuse_join,
     refuse_sharded_model,
     refuse_split_model,
@@ -38,18 +39,15 @@ from accelerate.strategies.base import (
 )
 from accelerate.strategies.bundle import Kind, kind_of
 from accelerate.strategies.dtensors import (
-    ParameterRemapper,
     Replicas,
     gradient_sync,
-    is_sharded,
-    named_parameters,
-    send_from_main,
     sparse_weights,
 )
 from accelerate.strategies.explained_ddp import DistributedDataParallel as ExplainedReplica
+from accelerate.strategies.layer import divided
 from accelerate.strategies.replicas import ALL_RANKS, ReplicaCheck, watch_replicas
 from accelerate.strategies.request import Context
-from accelerate.strategies.state import Fill, StrategyState, WholeWeights
+from accelerate.strategies.state import StrategyState
 
 logger = get_logger(__name__)
 
@@ -265,41 +263,8 @@ class DataParallelCheck(ReplicaCheck):
         return None
 
 
-class KeptShardsState(StrategyState):
-    """State of whole models, or of models that the user has sharded before they are prepared."""
-
-    @property
-    def saves_shards(self) -> bool:  # type: ignore[override]  # decided when models are prepared
-        """True if a model was sharded before it was prepared."""
-        return bool(self.strategy.sharded)
-
-    def _of_shards(self) -> StrategyState:
-        from accelerate.strategies.fsdp import DistributedTensorState
-
-        return DistributedTensorState(self.strategy)
-
-    def gatherable_weights(self, model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Any]] | None:
-        return self._of_shards().gatherable_weights(model) if self.saves_shards else None
-
-    def whole_weights(self, model: nn.Module) -> WholeWeights:
-        whole_weights = self._of_shards().whole_weights if self.saves_shards else super().whole_weights
-        return whole_weights(model)
-
-    def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
-        owners = self._of_shards().optimizer_owners if self.saves_shards else super().optimizer_owners
-        return owners(optimizers, gather=gather)
-
-    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
-        load = self._of_shards().load_weights if self.saves_shards else super().load_weights
-        load(model, state, fill)
-
-    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        state_dict = self._of_shards().state_dict if self.saves_shards else super().state_dict
-        return state_dict(model, unwrap=unwrap)
-
-
-class DataParallelState(KeptShardsState):
-    """State of replicas, with the order of their buckets, or of models that the user has sharded."""
+class DataParallelState(StrategyState):
+    """State of replicas, with the order of their buckets."""
 
     def gradient_order(self, model: nn.Module) -> list[int]:
         replica = _replica(model)
@@ -309,16 +274,6 @@ class DataParallelState(KeptShardsState):
         replica = _replica(model)
         if replica is not None:
             adopt_order(replica, order)
-
-
-class SingleProcess(Strategy):
-    """Strategy of one process, which keeps a model that the user has sharded over its one rank."""
-
-    state_class = KeptShardsState
-
-    def keeps_sharding(self, model: nn.Module) -> bool:
-        is_unit = any(hasattr(module, "set_requires_gradient_sync") for module in model.modules())
-        return is_unit or any(map(is_dtensor, model.parameters()))
 
 
 class DataParallel(Strategy):
@@ -334,33 +289,6 @@ class DataParallel(Strategy):
     def check_model(self, model: nn.Module) -> None:
         refuse_split_model(model, "which DistributedDataParallel cannot replicate")
         require_plugin(model, self.context.request)
-
-    def keeps_sharding(self, model: nn.Module) -> bool:
-        return is_sharded(model) or self.is_in_stages(model)
-
-    def shard_experts(self, model: nn.Module) -> None:
-        """Shards the experts of a model in place, which start with the weights of rank 0.
-
-        Ranks receive one module at a time, and keep their own experts. Tensors on the meta device are
-        allocated.
-        """
-        axis, device = self.axes.expert, self.context.device
-        experts = [] if axis.size == 1 or self.keeps_sharding(model) else axis.find_experts(model)
-        if not experts:
-            return
-        if self.context.request.ddp is not None:
-            logger.warning_once(
-                "DistributedDataParallelKwargs have no effect with ep_size: gradients are averaged after the "
-                "backward pass, without DistributedDataParallel. Leave them out."
-            )
-        remapper = ParameterRemapper(model, self.session.waiting or self.session.prepared.optimizers)
-        for module in experts:
-            send_from_main(module, device)
-            axis.transform_model(module)
-        send_from_main(model, device)
-        parameters = named_parameters(model)
-        remapper.rejoin(parameters)
-        self.session.replace(remapper.replaced(parameters))
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Returns the replica, compiled including DistributedDataParallel, whose buckets split the graph."""
@@ -382,6 +310,7 @@ class DataParallel(Strategy):
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
         wrapped = super().wrap_optimizer(optimizer, to_device=to_device)
         watch_replicas(wrapped, DataParallelCheck(self, ALL_RANKS))
+        wrapped.mean_loss = partial(_mean_unless_joining, ref(self))
         return wrapped
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -398,29 +327,16 @@ class DataParallel(Strategy):
         """Returns whether ranks may have different numbers of batches now."""
         return any(torch_private.is_joining(each.replica) for each in self.reductions)
 
-    def mean_loss(self, loss: Any) -> Any:
-        return loss if self.is_joining() else super().mean_loss(loss)
-
     def release(self) -> None:
         super().release()
         self.reductions.clear()
 
     def memory_layout(self) -> Layout:
-        mesh, experts = self.context.request.parallelism, self.axes.expert.size
-        if mesh is None or not mesh.pp_enabled:
-            return Layout(shards=self.replicas // experts, expert_parallel=experts)
-        assert mesh.pp_handler is not None
-        return Layout(
-            shards=mesh.data_parallel_size // experts,
-            tensor_parallel=self.axes.tensor.size,
-            stages=self.axes.pipeline.size,
-            microbatches=mesh.pp_handler.microbatches,
-            expert_parallel=experts,
-        )
+        return divided(Layout(shards=self.replicas), self.layers)
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        replica = _replica(model)
-        return super().no_sync(model) if replica is None else replica.no_sync()
+    def no_sync(self, model: nn.Module, *, early: bool = False) -> AbstractContextManager[Any]:
+        replica = None if early else _replica(model)
+        return super().no_sync(model, early=early) if replica is None else replica.no_sync()
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         """Returns torch's context of the joinable objects, without models that are not replicas."""
@@ -428,7 +344,7 @@ class DataParallel(Strategy):
         if wrong:
             reason = "only models and optimizers can be joined"
             raise wrong_value("joinables", wrong, reason, "Pass the models that `prepare` returned")
-        if self.sharded:
+        if not self.holds_whole_models:
             refuse_join()
         inner = [
             self._prepared_replica(obj) if isinstance(obj, nn.Module) else getattr(obj, "optimizer", obj)
@@ -453,3 +369,9 @@ class DataParallel(Strategy):
 
 def _is_frozen(obj: Any) -> bool:
     return isinstance(obj, nn.Module) and not any(p.requires_grad for p in obj.parameters())
+
+
+def _mean_unless_joining(strategy: ref[DataParallel], loss: Any) -> Any:
+    """Returns the mean loss of a closure, or the loss itself if other ranks may have no batch."""
+    owner = strategy()  # it has the optimizers, which have this function
+    return loss if owner is not None and owner.is_joining() else mean_over_ranks(loss)

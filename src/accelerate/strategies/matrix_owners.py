@@ -17,10 +17,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from accelerate.base import PreparationError, StateError, wrong_value
+from accelerate.base import PreparationError, StateError
 from accelerate.checkpointing import Box, LocalShards, box_of, to_local_shards
 from accelerate.logging import get_logger
 from accelerate.ops import current_transport, is_dtensor, local_tensor
+from accelerate.strategies.bundle import WHOLE_MATRICES, needs_whole_matrices
+from accelerate.strategies.layer import Layer, WeakStrategy
 from accelerate.strategies.matrix_plan import LocalBox, Matrix, by_dtype, plan_owners
 
 if TYPE_CHECKING:
@@ -29,15 +31,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-OPTION = "whole_matrices"
-"""Attribute of optimizers that need whole matrices, and option of groups whose parameters are exempt."""
 _STEPPING_MARK = "_accelerate_is_stepping"  # attribute of an optimizer while its prepared one takes a step
 _BY_PARAMETER = ("params", "param_names")  # entries of a group with one value for each parameter
-
-
-def needs_whole_matrices(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether an optimizer is torch's Muon, or declares that it needs whole matrices."""
-    return getattr(optimizer, OPTION, isinstance(optimizer, torch.optim.Muon)) is True
 
 
 def has_batches(optimizer: torch.optim.Optimizer) -> bool:
@@ -49,7 +44,7 @@ def has_batches(optimizer: torch.optim.Optimizer) -> bool:
 
 def _is_elementwise(group: Mapping[str, Any]) -> bool:
     """Returns whether the parameters of a group are stepped in shards (AdamW beside Muon)."""
-    return group.get(OPTION) is False or group.get("use_muon") is False
+    return group.get(WHOLE_MATRICES) is False or group.get("use_muon") is False
 
 
 class MatrixOwners:
@@ -283,49 +278,47 @@ def _refuse_other_steps(prepared: ref[AcceleratedOptimizer], optimizer: Any, *_:
         )
 
 
-def own_matrices(strategy: Strategy, optimizer: AcceleratedOptimizer, requested: object) -> None:
-    """Lets each rank step some parameters of an optimizer as a whole, if the optimizer needs that.
+class WholeMatrices(Layer):
+    """Optimizers whose ranks step some parameters each as a whole.
 
     Args:
         strategy: Strategy of the run.
-        optimizer: A prepared optimizer.
-        requested: Whether it needs whole matrices, as True or False. None is the default of its class.
     """
-    if requested is not None and not isinstance(requested, bool):
-        reason = "it is for all optimizers of the call"
-        fix = "Pass True, False or None, and prepare other optimizers in a call of their own"
-        raise wrong_value("whole_matrices", requested, reason, fix)
-    needed = needs_whole_matrices(optimizer.optimizer) if requested is None else requested
-    is_plain = strategy.context.topology.size == 1 and not has_batches(optimizer.optimizer)
-    if not needed or is_plain or optimizer.matrix_owners is not None:
-        return
-    if strategy.has_plain_weights and not strategy.flattens_parameters:
-        is_expected = requested is True or not strategy.holds_whole_models
-        optimizer.matrix_owners = MatrixOwners(optimizer, partial(_keys_of, ref(strategy)), is_expected)
-    elif requested or strategy.flattens_parameters:
-        raise PreparationError(
-            f"{type(optimizer.optimizer).__name__} needs whole matrices, and {type(strategy).__name__} "
-            "changes the layout of parameters. Use DistributedDataParallel, FSDP 2 (fsdp_version=2) or "
-            "parallelism_config. Pass whole_matrices=False to prepare() if it works on parts of them."
-        )
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = WeakStrategy(strategy)
+
+    def wrap_optimizer(self, optimizer: AcceleratedOptimizer, whole_matrices: bool | None) -> None:
+        """Lets each rank step some parameters of an optimizer as a whole, if the optimizer needs that."""
+        strategy = self._strategy()
+        needed = needs_whole_matrices(optimizer.optimizer) if whole_matrices is None else whole_matrices
+        is_plain = strategy.context.topology.size == 1 and not has_batches(optimizer.optimizer)
+        if not needed or is_plain or optimizer.matrix_owners is not None:
+            return
+        if strategy.has_plain_weights and not strategy.flattens_parameters:
+            is_expected = whole_matrices is True or not strategy.holds_whole_models
+            keys_of = partial(_keys_of, self._strategy)
+            optimizer.matrix_owners = MatrixOwners(optimizer, keys_of, is_expected)
+        elif whole_matrices or strategy.flattens_parameters:
+            raise PreparationError(
+                f"{type(optimizer.optimizer).__name__} needs whole matrices, and {type(strategy).__name__} "
+                "changes the layout of parameters. Use DistributedDataParallel, FSDP 2 (fsdp_version=2) or "
+                "parallelism_config. Pass whole_matrices=False to prepare() if it works on parts of them."
+            )
+
+    def follow_parameters(self) -> None:
+        """Chooses the ranks that own the matrices of all optimizers, and prints their number once."""
+        strategy = self._strategy()
+        optimizers, topology = strategy.session.prepared.optimizers, strategy.context.topology
+        owners = [each.matrix_owners for each in optimizers if each.matrix_owners is not None]
+        has_planned = [each.plan() for each in owners]
+        for optimizer in optimizers if any(has_planned) and topology.rank == 0 and topology.size > 1 else ():
+            print(_describe_steps(optimizer, topology.size))
 
 
-def _keys_of(strategy: ref[Strategy], optimizer: Any) -> Sequence[Sequence[str]]:
+def _keys_of(strategy: Callable[[], Strategy], optimizer: Any) -> Sequence[Sequence[str]]:
     """Returns the keys of the parameters of an optimizer, which the strategy has, with other objects."""
-    owner = strategy()
-    assert owner is not None
-    return owner.state.parameter_keys(optimizer)
-
-
-def plan_matrices(strategy: Strategy) -> None:
-    """Chooses the ranks that own the matrices of all optimizers of a run, and prints their number once.
-
-    Called on all ranks, when objects are prepared.
-    """
-    optimizers, topology = strategy.session.prepared.optimizers, strategy.context.topology
-    planned = [each for each in optimizers if each.matrix_owners is not None and each.matrix_owners.plan()]
-    for optimizer in optimizers if planned and topology.rank == 0 and topology.size > 1 else ():
-        print(_describe_steps(optimizer, topology.size))
+    return strategy().state.parameter_keys(optimizer)
 
 
 def _describe_steps(optimizer: AcceleratedOptimizer, size: int) -> str:

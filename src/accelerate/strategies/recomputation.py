@@ -1,8 +1,8 @@
 """Activation checkpointing of the blocks of a model, with all strategies that torch applies.
 
-`Accelerator.prepare_model` calls `apply_activation_checkpointing`. Strategies that shard a model call
-`recompute` for their units. The forward of a block is replaced, so that modules and the names of parameters
-do not change.
+The layer `Recomputation` calls `apply_activation_checkpointing` for each model. Strategies that shard a model
+call `recompute` for their units. The forward of a block is replaced, so that modules and the names of
+parameters do not change.
 
 Source: https://docs.pytorch.org/docs/stable/checkpoint.html
 """
@@ -35,6 +35,7 @@ from accelerate.ops import current_transport, is_dtensor
 from accelerate.planning import Policy
 from accelerate.plugins import ActivationCheckpointing
 from accelerate.precision import MixedPrecision
+from accelerate.strategies.layer import Layer, WeakStrategy
 from accelerate.strategies.module_state import MAX_COPIED, ModuleState
 from accelerate.strategies.request import Context
 
@@ -480,6 +481,29 @@ def _skip(*args: Any) -> None:
 
 
 # Preparation
+
+
+class Recomputation(Layer):
+    """Activation checkpointing of the blocks of trained models.
+
+    Args:
+        strategy: Strategy of the run.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = WeakStrategy(strategy)
+        self._budgeted: dict[nn.Module, BudgetedForward] = {}  # models that are not wrapped yet
+
+    def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
+        hook = apply_activation_checkpointing(self._strategy(), model)
+        if hook is not None:
+            self._budgeted[model] = hook
+        return model
+
+    def finish_model(self, model: nn.Module, wrapped: nn.Module) -> None:
+        hook = self._budgeted.pop(model, None)
+        if hook is not None:
+            hook.attach(wrapped)
 
 
 def apply_activation_checkpointing(strategy: Strategy, model: nn.Module) -> BudgetedForward | None:

@@ -248,11 +248,8 @@ def _ranks_of_sharded(strategy: Strategy) -> dict[int, Ranks | None]:
     The value is None if gradients are not averaged over ranks with the same elements.
     """
     found: dict[int, Ranks | None] = {}
-    for model, adopted in strategy.sharded.items():
-        found.update((id(parameter), None) for parameter in model.parameters())
-        for each in adopted.replicas:
-            ranks = tuple(dist.get_process_group_ranks(each.group)) if each.has_batches else None
-            found.update((id(parameter), ranks) for parameter in each.parameters)
+    for layer in strategy.layers:
+        found.update(layer.ranks_of_parameters())
     for model in strategy.session.prepared.models:
         for parameter, mesh in torch_private.meshes_of_fsdp2(model).items():
             is_hybrid = mesh.ndim == 2 and mesh.size(0) > 1

@@ -6,12 +6,12 @@ import torch
 
 from accelerate.base import ConfigurationError, DynamoBackend, is_torch_version, wrong_value
 from accelerate.devices import hardware_table
-from accelerate.parallelism_config import ParallelismConfig
+from accelerate.parallelism_config import MeshAxis, ParallelismConfig
 from accelerate.plugins import SCHEDULES, FullyShardedDataParallelPlugin, version_of
 from accelerate.state import Topology
 from accelerate.strategies import deepspeed, fsdp, megatron
 from accelerate.strategies.base import Strategy
-from accelerate.strategies.ddp import DataParallel, SingleProcess
+from accelerate.strategies.ddp import DataParallel
 from accelerate.strategies.request import RunRequest
 
 
@@ -42,7 +42,7 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
     if hardware == "xla":
         return _on_xla(request)
     if topology.size == 1:  # `build_runtime` warns that FSDP has no effect
-        return SingleProcess
+        return Strategy
     if request.fsdp is not None:
         return fsdp.Fsdp1 if version_of(request.fsdp).number == 1 else fsdp.Fsdp2
     if mesh is not None and mesh.tp_enabled and not mesh.pp_enabled:
@@ -87,11 +87,14 @@ def _check_deepspeed(request: RunRequest, hardware: str) -> None:
     _refuse_constant_batch(request, "train_batch_size in the configuration of DeepSpeed")
     mesh = request.parallelism
     hint = "; its own tensor parallelism is tensor_parallel.autotp_size in its configuration"
-    for axis in ("pp", "ep", "tp", "cp") if mesh is not None else ():
+    own = (MeshAxis.SP, MeshAxis.DP_REPLICATE, MeshAxis.DP_SHARD)
+    for axis in (each.value for each in MeshAxis if each not in own) if mesh is not None else ():
         size = getattr(mesh, f"{axis}_size")
         if size > 1:
             reason = "DeepSpeed's engine shards sequences (sp_size) and data only"
-            fix = f"Leave it at 1, or train without deepspeed_plugin{hint if axis == 'tp' else ''}"
+            fix = (
+                f"Leave it at 1, or train without deepspeed_plugin{hint if axis == MeshAxis.TP.value else ''}"
+            )
             raise wrong_value(f"{axis}_size", size, reason, fix)
 
 

@@ -6,7 +6,7 @@ optimizers step the new ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,8 +112,39 @@ class PrepareSession:
             if update_singly(inner):
                 inner.register_load_state_dict_post_hook(update_singly)  # type: ignore[arg-type]
 
+    def change(self, model: nn.Module, change: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """Returns the result of a function that changes a model, whose new parameters optimizers step."""
+        before = dict(model.named_parameters())
+        changed = change(model)
+        after = dict(changed.named_parameters(remove_duplicate=False))
+        replaced = [(old, after[name]) for name, old in before.items() if after.get(name, old) is not old]
+        if replaced:
+            self.replace(replaced)
+            self.remap([*self.waiting, *self.prepared.optimizers])
+        return changed
+
+    def optimizers_of(self, scheduler: Any) -> list[AcceleratedOptimizer]:
+        """Returns the prepared optimizers of a scheduler."""
+        inner = getattr(scheduler, "optimizer", None)
+        return [optimizer for optimizer in self.prepared.optimizers if _is_or_wraps(optimizer, inner)]
+
+    def assign_optimizers(self) -> None:
+        """Sets the optimizers of schedulers that were prepared before their optimizers."""
+        for scheduler in self.prepared.schedulers:
+            own = self.optimizers_of(scheduler.scheduler)
+            if own and own != scheduler.optimizers and not scheduler.belongs_to_engine:
+                scheduler.optimizers = own
+                scheduler.record_call()
+
     def clear(self) -> None:
         """Removes all objects and parameters."""
         self.prepared.clear()
         self.replaced.clear()
         self.dropped.clear()
+
+
+def _is_or_wraps(optimizer: Any, inner: Any) -> bool:
+    """Returns whether an optimizer is another one, or wraps it, in any number of wrappers."""
+    while optimizer is not None and optimizer is not inner:
+        optimizer = getattr(optimizer, "optimizer", None)
+    return optimizer is not None

@@ -1,12 +1,13 @@
 """Models that are sharded before `prepare`, by `fully_shard`, by a tensor parallel plan or by a library.
 
-Strategies keep the meshes and placements of such a model. They read from them which ranks work on the same
-batch, and average the gradients that the backward pass does not average.
+The layer keeps the meshes and placements of such a model. It reads from them which ranks work on the same
+batch, and averages the gradients that the backward pass does not average.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -20,14 +21,29 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate import torch_private
 from accelerate.base import PreparationError
-from accelerate.data_loader import SHARED_AXES
+from accelerate.data_loader import SHARED_AXES, data_groups
 from accelerate.ops import current_transport
-from accelerate.strategies.dtensors import Replicas, send_unsharded, sparse_weights
+from accelerate.parallelism_config import Data, MeshAxis, axes_with
+from accelerate.strategies.bundle import Bundle, Kind
+from accelerate.strategies.dtensor_state import DistributedTensorState
+from accelerate.strategies.dtensors import (
+    Replicas,
+    gradient_sync,
+    keep_gathered,
+    named_parameters,
+    place_unsharded,
+    reduction_in_replicas,
+    send_unsharded,
+    sparse_weights,
+    units_of,
+)
+from accelerate.strategies.layer import Layer, WeakStrategy
+from accelerate.strategies.state import StrategyState
 
-PIPELINE = "pp"
-EXPERTS = ("ep", "expert", "experts")
+PIPELINE = MeshAxis.PP.value
+EXPERTS = (MeshAxis.EP.value, "expert", "experts")
 """Names of dimensions along which experts are sharded, and ranks may have different batches."""
-SEQUENCES = {"cp", "sp"}
+SEQUENCES = set(axes_with(Data.SEQUENCES))
 """Names of dimensions along which ranks have parts of the same sequences, whose gradients differ."""
 Ranks = tuple[int, ...]
 
@@ -136,6 +152,173 @@ class ShardedModel:
         """
         for group in self.replicas:
             send_unsharded(group.parameters, group.group)
+
+
+class KeptShardsState(DistributedTensorState):
+    """State of models that were sharded before they were prepared, and of others, which is saved in shards.
+
+    Args:
+        state: State of the strategy.
+    """
+
+    saves_shards = True
+
+    def __init__(self, state: StrategyState) -> None:
+        super().__init__(state.strategy)
+        self._state = state
+
+    def gradient_order(self, model: nn.Module) -> list[int]:
+        return self._state.gradient_order(model)
+
+    def adopt_gradient_order(self, model: nn.Module, order: Sequence[int]) -> None:
+        self._state.adopt_gradient_order(model, order)
+
+
+class ShardedModels(Layer):
+    """Models that are sharded before they are wrapped, and models in the stages of a pipeline.
+
+    Args:
+        strategy: Strategy of the run.
+
+    Attributes:
+        models: The models with their meshes.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = WeakStrategy(strategy)
+        self.context, self.session = strategy.context, strategy.session
+        self._holds_whole_models = strategy.holds_whole_models
+        self.models: dict[nn.Module, ShardedModel] = {}
+
+    def check(self, bundle: Bundle) -> None:
+        """Frees units that a forward has left gathered, so that optimizers step their shards."""
+        prepared = self.session.prepared.models if bundle.new(Kind.OPTIMIZER) else ()
+        for model in filter(self._is_kept, [*bundle.new(Kind.MODEL), *prepared]):
+            self._free(model)
+
+    @contextmanager
+    def preparing(self, bundle: Bundle) -> Iterator[None]:
+        known = set(map(id, self.session.prepared.models))
+        for model in bundle.models:  # loaders, which are prepared before models, need their meshes
+            if id(model) not in known and self._is_kept(model):
+                self.adopt(model)
+        yield
+
+    def keep_model(
+        self,
+        model: nn.Module,
+        convert: Callable[[nn.Module], nn.Module],
+        *,
+        to_device: bool,
+        evaluation: bool,
+    ) -> nn.Module | None:
+        if not self._is_kept(model):
+            return None
+        adopted = self.adopt(model)
+        if to_device:
+            place_unsharded(model, self.context.device)
+        layers = set(model.modules())
+        converted = convert(model)
+        if set(converted.modules()) - layers:
+            raise PreparationError(
+                f"mixed_precision={self.context.mixed_precision!r} replaces layers of "
+                f"{type(model).__name__}, which is sharded already, and the new layers are not. Pass the "
+                "model before it is sharded, or convert its layers before that and leave it out."
+            )
+        if evaluation:
+            adopted.replicas.clear()
+        adopted.send_unsharded()
+        return converted
+
+    def model_sharded(self, model: nn.Module) -> None:
+        """Averages gradients of parameters that the strategy has not sharded."""
+        is_whole = any(p.requires_grad and not isinstance(p, DTensor) for p in model.parameters())
+        if is_whole or self._stages_of(model) is not None:
+            self.adopt(model).send_unsharded()
+
+    def loader_mesh(self, mesh: Any) -> Any:
+        return self._mesh_for(self.models.values())
+
+    def _mesh_for(self, models: Iterable[ShardedModel]) -> Any:
+        """Returns the mesh of the run, or else that of the model with the most ranks for each batch."""
+        meshes = [each.loader_mesh for each in models] if self.context.mesh is None else []
+        return max(meshes, key=lambda mesh: int(mesh.size(1)), default=self.context.mesh)
+
+    def backward_done(self) -> None:
+        for adopted in self.models.values():
+            adopted.average_gradients()
+
+    def no_sync(self, model: nn.Module, *, early: bool) -> AbstractContextManager[Any]:
+        return reduction_in_replicas(model) if early else gradient_sync(model, enabled=False)
+
+    def unsharded(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        units = (unit for model in models for unit in units_of(model))
+        return keep_gathered((unit, torch_private.is_freed_after_forward(unit)) for unit in units)
+
+    def state_of(self, state: StrategyState) -> StrategyState:
+        return KeptShardsState(state) if self.models and not state.takes_dtensors else state
+
+    def ranks_of_parameters(self) -> Mapping[int, Ranks | None]:
+        found: dict[int, Ranks | None] = {}
+        for model, adopted in self.models.items():
+            found.update((id(parameter), None) for parameter in model.parameters())
+            for each in adopted.replicas:
+                ranks = tuple(dist.get_process_group_ranks(each.group)) if each.has_batches else None
+                found.update((id(parameter), ranks) for parameter in each.parameters)
+        return found
+
+    def release(self) -> None:
+        for adopted in self.models.values():
+            adopted.remove_hooks()
+        self.models.clear()
+        self._strategy().holds_whole_models = self._holds_whole_models
+
+    def adopt(self, model: nn.Module) -> ShardedModel:
+        """Returns the meshes of a model, which define the batches of ranks.
+
+        Called on all ranks.
+        """
+        if model in self.models:
+            return self.models[model]
+        self._free(model)
+        stages, device_type = self._stages_of(model), self.context.device.type
+        adopted = ShardedModel(
+            model, device_type, None if stages is None else self.context.mesh, stages or ()
+        )
+        together = [*self.models.values(), adopted]
+        mesh = self._mesh_for(self.models.values() if self.session.prepared.loaders else together)
+        size = self.context.topology.size
+        groups, _ = data_groups(mesh, size, self.context.topology.rank)
+        if not all(each.fits(mesh, size) for each in together):
+            raise PreparationError(
+                f"The ranks of {type(model).__name__} work on {adopted.loader_mesh.size(0)} batches at a "
+                f"time by its meshes, and loaders of this run are for {groups}. Prepare the model before its "
+                "loaders or in the same call, or pass parallelism_config with the sizes of its meshes. Use "
+                "one layout of ranks in a run."
+            )
+        for scheduler in self.session.prepared.schedulers:
+            scheduler.num_processes = groups
+        adopted.divide_by_batches()
+        self.models[model] = adopted
+        self._strategy().holds_whole_models = False
+        return adopted
+
+    def _is_kept(self, model: nn.Module) -> bool:
+        """Returns whether a model is sharded already, or in stages that the strategy does not shard."""
+        if self._strategy().keeps_sharding(model):
+            return True
+        return not self._strategy().shards_models and self._stages_of(model) is not None
+
+    def _stages_of(self, model: nn.Module) -> list[nn.Module] | None:
+        parts = (layer.parts_of(model) for layer in self._strategy().layers)
+        return next((part for part in parts if part is not None), None)
+
+    def _free(self, model: nn.Module) -> None:
+        """Frees units that a forward has left gathered, and records the shards of their parameters."""
+        gathered = named_parameters(model)
+        for unit in units_of(model):
+            unit.reshard()
+        self.session.replace((gathered[name], shard) for name, shard in named_parameters(model).items())
 
 
 def _by_mesh(model: nn.Module) -> dict[Any, list[nn.Parameter]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from accelerate.base import PreparationError
 from accelerate.checkpointing import ModuleShards, OptimizerShards, Part, ShardedState
 from accelerate.hooks import get_state_dict_offloaded_model, is_any_offloaded, stored_weights
 from accelerate.strategies.dtensors import named_parameters, names_by_group
@@ -47,6 +48,7 @@ class StrategyState:
 
     saves_shards: bool = False  # whether each rank saves its own shards of models and optimizers
     has_engines: bool = False  # whether engines save models and optimizers themselves
+    takes_dtensors: bool = False  # whether whole states are gathered from DTensors
 
     def __init__(self, strategy: Any) -> None:
         self.strategy: Any = strategy
@@ -56,6 +58,10 @@ class StrategyState:
         """Returns the module of the user in a prepared model."""
         inner: nn.Module = self.strategy.unwrap(model, keep_compiled=False)
         return inner
+
+    def keep(self, whole: Tensor) -> Tensor:
+        """Returns a whole tensor on the CPU of the first rank of each node, and an empty one on others."""
+        return whole.detach().cpu().contiguous() if self.keeps_whole_states else whole.new_empty(0)
 
     # Whole states
 
@@ -145,6 +151,22 @@ class StrategyState:
     def parameter_names(self, optimizer: Any, models: Sequence[nn.Module]) -> list[list[list[str]]]:
         """Returns the names of the parameters of an optimizer in some models, by group and parameter."""
         return names_by_group(optimizer, [named_parameters(self._inner(model)) for model in models])
+
+    # Averages
+
+    def check_averages(self, model: nn.Module) -> None:
+        """Raises an error for a prepared model whose weights cannot be averaged."""
+        if not self.strategy.has_plain_weights:
+            raise PreparationError(
+                f"{type(self.strategy).__name__} keeps the weights of models itself, and "
+                "accelerator.average() cannot follow them. Train with DistributedDataParallel, FSDP or "
+                "parallelism_config."
+            )
+
+    def stepped_weights(self, optimizer: Any, model: nn.Module) -> list[Tensor]:
+        """Returns the weights of a model on this rank that a prepared optimizer steps."""
+        own = set(map(id, model.parameters()))
+        return [parameter for parameter in optimizer.parameters() if id(parameter) in own]
 
     # Engines
 

@@ -29,7 +29,7 @@ from accelerate.nested import iterate_tensors
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.plugins import version_of
 from accelerate.state import GradientState, PartialState
-from accelerate.strategies.base import Parameters, Strategy, refuse_split_model
+from accelerate.strategies.base import Parameters, Strategy, keep_none, refuse_split_model
 from accelerate.strategies.bundle import as_list
 from accelerate.strategies.request import Context, RunRequest
 from accelerate.strategies.state import StrategyState
@@ -127,6 +127,7 @@ class XlaReplicas(Strategy):
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.XLA
     has_plain_weights = False
+    keeps_sharding = staticmethod(keep_none)
     state_class: ClassVar[type[StrategyState]] = XlaState
 
     averages_itself: ClassVar[bool] = False

@@ -135,7 +135,7 @@ def _observe_losses(recorder: Recorder) -> None:
 
     def forward_backward(original: Any) -> Any:
         def forward_backward(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-            if self._runtime.strategy.axes.pipeline is None:
+            if not any(layer.divides_models for layer in self._runtime.strategy.layers):
                 return original(self, *args, **kwargs)
             recorder.begin_backward()
             recorder.is_in_pipeline = True

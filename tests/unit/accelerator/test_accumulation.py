@@ -29,12 +29,8 @@ class RecordingStrategy:
         self.local: list[nn.Module] = []
         self.early: list[nn.Module] = []
 
-    def early_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        self.early.append(model)
-        return nullcontext()
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        self.local.append(model)
+    def no_sync(self, model: nn.Module, *, early: bool) -> AbstractContextManager[None]:
+        (self.early if early else self.local).append(model)
         return nullcontext()
 
 

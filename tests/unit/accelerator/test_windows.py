@@ -258,9 +258,10 @@ def test_gradients_of_all_but_the_last_batch_stay_on_this_rank(
     loader, model = accelerator.prepare(DataLoader([0, 1, 2, 3]), torch.nn.Linear(1, 1))
     entered = []
 
-    def no_sync(entering: Any) -> AbstractContextManager[None]:
+    def no_sync(entering: Any, early: bool) -> AbstractContextManager[None]:
         assert entering is model
-        entered.append("model")
+        if not early:
+            entered.append("model")
         return nullcontext()
 
     monkeypatch.setattr(accelerator._runtime.strategy, "no_sync", no_sync)
@@ -274,7 +275,7 @@ def test_only_the_models_that_are_named_are_trained(monkeypatch: pytest.MonkeyPa
     first, _ = accelerator.prepare(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
     entered: list[Any] = []
     monkeypatch.setattr(
-        accelerator._runtime.strategy, "no_sync", lambda model: nullcontext(entered.append(model))
+        accelerator._runtime.strategy, "no_sync", lambda model, early: nullcontext(entered.append(model))
     )
     for window in accelerator.windows(loader, first):
         list(window)

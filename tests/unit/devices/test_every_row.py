@@ -18,7 +18,6 @@ from accelerate.precision import MixedPrecision
 from accelerate.rng import _state_access, set_seed
 from accelerate.settings import FLAG, Layer, merge_layers
 from accelerate.state import PartialState, Topology, process_group
-from accelerate.state.partial import _distributed_type_of
 
 pytestmark = pytest.mark.usefixtures("states")
 NUMBERED = [backend for backend in BACKENDS if backend not in (CPU, MPS, XLA)]
@@ -53,7 +52,7 @@ def backend(request: pytest.FixtureRequest, fake_torch: Any, monkeypatch: pytest
 
 def test_the_facts(backend: Any) -> None:
     label, comm, variable, generator = FACTS[backend.name]
-    assert _distributed_type_of(backend, Topology(rank=0, size=2)) == DistributedType(label)
+    assert backend.distributed_type_of(2) == DistributedType(label)
     assert (backend.comm, backend.visible_env) == (comm, variable)
     assert backend.rng_type == (None if generator is None else RNGType(generator))
     assert backend.name == "mps" or f"`{comm}`" in read_table()[backend.name]

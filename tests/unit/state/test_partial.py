@@ -244,4 +244,4 @@ def test_there_is_a_core() -> None:
     ],
 )
 def test_labels(backend: DeviceBackend, size: int, label: str) -> None:
-    assert partial._distributed_type_of(backend, Topology(size=size)) == label
+    assert backend.distributed_type_of(size) == label

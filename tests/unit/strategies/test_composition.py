@@ -1,4 +1,4 @@
-"""Each size of the mesh that is larger than 1 has its axis."""
+"""Each choice of a run has its layer, and a run without a choice has no layer."""
 
 from __future__ import annotations
 
@@ -6,48 +6,86 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.strategies.axes import Axis, ContextAxis, ExpertAxis, TensorAxis, UlyssesAxis
-from accelerate.strategies.composition import resolve_axes
+from accelerate.strategies import Layer, RunRequest, compose, splitting_layer
+from accelerate.strategies.axes import ContextAxis, ExpertAxis, TensorAxis, UlyssesAxis
+from accelerate.strategies.layer import entered
+from accelerate.strategies.sharded_models import ShardedModels
 
 
-class Mesh(dict[str, Any]):
-    """Sizes of the dimensions of a device mesh."""
+class StrategyOfSizes:
+    """Strategy of a mesh whose dimensions have two ranks."""
 
-    def __missing__(self, name: str) -> Any:
-        return SimpleNamespace(size=lambda: 2)
+    flattens_parameters = False
+    holds_whole_models = True
+
+    def __init__(self, sizes: dict[str, int] | None = None, *, shards_models: bool = False) -> None:
+        parallelism = None if sizes is None else ParallelismConfig(**sizes)
+        request = RunRequest(parallelism=parallelism)
+        self.session: Any = SimpleNamespace()
+        self.context = SimpleNamespace(
+            request=request, mesh=None, mixed_precision="no", session=self.session, device=torch.device("cpu")
+        )
+        self.shards_models = shards_models
+        self.layers: tuple[Layer, ...] = ()
+        self.admit: Any = None
+
+    def keeps_sharding(self, model: nn.Module) -> bool:
+        return hasattr(model, "is_sharded")
+
+
+def composed(*args: Any, **options: Any) -> Any:
+    strategy: Any = StrategyOfSizes(*args, **options)
+    return compose(strategy)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "tensor", "sequence"),
+    ("sizes", "kinds"),
     [
-        (None, Axis, Axis),
-        ({}, Axis, Axis),
-        ({"dp_replicate_size": 2}, Axis, Axis),
-        ({"tp_size": 2}, TensorAxis, Axis),
-        ({"cp_size": 2}, Axis, ContextAxis),
-        ({"tp_size": 2, "cp_size": 2}, TensorAxis, ContextAxis),
-        ({"sp_size": 2}, Axis, UlyssesAxis),
+        (None, []),
+        ({}, []),
+        ({"dp_replicate_size": 2}, []),
+        ({"tp_size": 2}, [TensorAxis]),
+        ({"cp_size": 2}, [ContextAxis]),
+        ({"ep_size": 2}, [ExpertAxis]),
+        ({"tp_size": 2, "cp_size": 2}, [ContextAxis, TensorAxis]),
+        ({"tp_size": 2, "ep_size": 2}, [ExpertAxis, TensorAxis]),
+        ({"sp_size": 2}, [UlyssesAxis]),
     ],
 )
-def test_axes_follow_the_sizes(
-    sizes: dict[str, int] | None, tensor: type[Axis], sequence: type[Axis]
-) -> None:
-    axes = resolve_axes(None if sizes is None else ParallelismConfig(**sizes), Mesh())
-    assert (type(axes.tensor), type(axes.sequence)) == (tensor, sequence)
-    assert axes.tensor.size == (2 if tensor is TensorAxis else 1)
+def test_layers_follow_the_sizes(sizes: dict[str, int] | None, kinds: list[type[Layer]]) -> None:
+    assert [type(layer) for layer in composed(sizes).layers] == kinds
 
 
-def test_experts_have_an_axis_of_their_own() -> None:
-    axes = resolve_axes(ParallelismConfig(ep_size=2), Mesh())
-    assert (type(axes.tensor), type(axes.sequence), type(axes.expert)) == (Axis, Axis, ExpertAxis)
-    assert axes.expert.size == 2
-    assert type(resolve_axes(ParallelismConfig(tp_size=2), Mesh()).expert) is Axis
+def test_a_strategy_that_shards_models_begins_with_their_meshes() -> None:
+    assert [type(layer) for layer in composed(shards_models=True).layers] == [ShardedModels]
 
 
-def test_an_axis_of_size_one_changes_nothing() -> None:
-    model = nn.Linear(1, 1)
-    assert Axis().transform_model(model) is model
-    assert Axis().transform_loader("loader", model) == "loader"
+def test_a_sharded_model_brings_its_layer_once() -> None:
+    strategy, model = composed({"tp_size": 2}), nn.Linear(1, 1)
+    strategy.admit(strategy, model)
+    assert [type(layer) for layer in strategy.layers] == [TensorAxis]
+    model.is_sharded = True  # type: ignore[assignment]
+    strategy.admit(strategy, model)
+    strategy.admit(strategy, model)
+    assert [type(layer) for layer in strategy.layers] == [TensorAxis, ShardedModels]
+
+
+def test_a_layer_changes_nothing_by_default() -> None:
+    layer, model = Layer(), nn.Linear(1, 1)
+    assert layer.transform_model(model) is model
+    assert layer.keep_model(model, lambda model: model, to_device=True, evaluation=False) is None
+    assert layer.transform_loader("loader", model) == "loader"
+    assert layer.loader_mesh("mesh") == "mesh"
+    assert layer.train_batch(model, None, None, lambda loss: loss, is_sum=False) is None
+    assert layer.gradient_norm(lambda parameters, norm_type: torch.tensor(norm_type), [], 2.0) == 2.0
+    with layer.split_batch(buffers=[torch.ones(3)], buffer_seq_dims=[0]), entered([]):
+        pass
+
+
+def test_the_layer_that_splits_buffers_is_found() -> None:
+    assert isinstance(splitting_layer(composed({"cp_size": 2}).layers), ContextAxis)
+    assert not splitting_layer(composed({"tp_size": 2}).layers).splits_buffers

@@ -15,7 +15,7 @@ from accelerate.strategies import (
     DataParallel,
     ReplicatedTensorParallel,
     RunRequest,
-    SingleProcess,
+    Strategy,
     TensorParallel,
     resolve_strategy,
 )
@@ -40,9 +40,9 @@ def request(version: int | None = None, mesh: dict[str, int] | None = None, **fi
 @pytest.mark.parametrize(
     ("asked", "size", "expected"),
     [
-        (request(), 1, SingleProcess),
+        (request(), 1, Strategy),
         (request(), 2, DataParallel),
-        (request(2), 1, SingleProcess),
+        (request(2), 1, Strategy),
         (request(1), 2, Fsdp1),
         (request(2), 2, Fsdp2),
         (request(2, {"dp_shard_size": 2}), 2, Fsdp2),

@@ -1,4 +1,3 @@
-from accelerate.strategies.axes.base import Axes as Axes, Axis as Axis
 from accelerate.strategies.axes.context import ContextAxis as ContextAxis, merge_shards as merge_shards
 from accelerate.strategies.axes.expert import (
     FSDP_DIMENSIONS as FSDP_DIMENSIONS,

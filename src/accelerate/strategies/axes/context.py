@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter_ns
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,8 @@ from accelerate import ops, torch_private
 from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.devices import of_device
 from accelerate.nested import recursively_apply
+from accelerate.parallelism_config import MeshAxis
 from accelerate.state import services
-from accelerate.strategies.axes.base import Axis
 from accelerate.strategies.axes.masks import (
     LatestShards,
     ShardedSequences,
@@ -36,6 +37,7 @@ from accelerate.strategies.axes.sequence_check import (
     gather_shards,
     unshard,
 )
+from accelerate.strategies.layer import Layer
 
 CALL = "accelerator.maybe_context_parallel"
 _SEQUENCE_DIM = 2
@@ -45,7 +47,7 @@ T = TypeVar("T")
 _SOFTMAX = (torch.softmax, Tensor.softmax, torch.nn.functional.softmax)
 
 
-class ContextAxis(Axis):
+class ContextAxis(Layer):
     """Axis along which sequences are sharded, with attention over all of its ranks."""
 
     splits_buffers = True
@@ -53,9 +55,13 @@ class ContextAxis(Axis):
     def __init__(self, mesh: Any, handler: Any, precision: str = "no") -> None:
         self._mesh = mesh
         self._handler, self._precision = handler, precision
+        self._models: WeakSet[nn.Module] = WeakSet()
 
     def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
         """Adds hooks that check the attention of a model while sequences are sharded."""
+        if model in self._models:
+            return model
+        self._models.add(model)
         check_masks(model)
         model.register_forward_pre_hook(_Forwards(self._precision), with_kwargs=True)
         return model
@@ -70,7 +76,7 @@ class ContextAxis(Axis):
         from torch.distributed.tensor.experimental import context_parallel
 
         tensors, dims = _checked_list("buffers", buffers), _checked_list("buffer_seq_dims", buffer_seq_dims)
-        mesh = self._mesh["cp"]
+        mesh = self._mesh[MeshAxis.CP.value]
         _check_buffers(tensors, dims, mesh.size())
         if of_device(torch.device(mesh.device_type)).is_host:
             register_cpu_kernels()

@@ -7,8 +7,9 @@ and the outputs back, by all-to-alls.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,11 +20,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from accelerate.base import PreparationError, listed, wrong_value
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.strategies.axes.base import Axis
+from accelerate.logging import get_logger
+from accelerate.parallelism_config import MeshAxis, ParallelismConfig
+from accelerate.planning import Layout
 from accelerate.strategies.axes.tensor import matches
+from accelerate.strategies.bundle import Bundle, Kind
+from accelerate.strategies.dtensors import ParameterRemapper, is_sharded, named_parameters, send_from_main
+from accelerate.strategies.layer import Layer
 
-AXIS = "ep"
+logger = get_logger(__name__)
+
+AXIS = MeshAxis.EP.value
 DISPATCHED = "ep_dispatch_experts"
 """Style in the `ep_plan` of a model of modules whose experts are sharded."""
 FSDP_DIMENSIONS = ("dp_replicate", "dp_shard_cp")
@@ -103,13 +110,14 @@ def meshes_of(parallelism: ParallelismConfig) -> ExpertMeshes:
     return parallelism.expert_meshes  # type: ignore[no-any-return]
 
 
-class ExpertAxis(Axis):
+class ExpertAxis(Layer):
     """Axis along which the experts of layers are sharded, and ranks have different batches."""
 
-    def __init__(self, parallelism: ParallelismConfig, mesh: Any) -> None:
-        self.size = int(parallelism.ep_size or 1)
+    def __init__(self, strategy: Any) -> None:
+        self._context, self._is_alone = strategy.context, not strategy.shards_models
+        parallelism = strategy.context.request.parallelism
+        self._size = int(parallelism.ep_size)
         self._is_experts = parallelism.ep_handler.is_experts if parallelism.ep_handler else None
-        self._mesh = mesh
 
     def check_model(self, model: nn.Module) -> None:
         """Raises an error for a trained model without experts, and for experts that cannot be sharded."""
@@ -117,18 +125,47 @@ class ExpertAxis(Axis):
             return
         experts = find_experts(model, self._is_experts)
         if not experts and any(parameter.requires_grad for parameter in model.parameters()):
-            raise wrong_value("ep_size", self.size, *_reason_without_experts(model, self._is_experts))
+            raise wrong_value("ep_size", self._size, *_reason_without_experts(model, self._is_experts))
         for name, module in experts.items():
-            _check_experts(name, module, self.size)
+            _check_experts(name, module, self._size)
 
-    def find_experts(self, model: nn.Module) -> list[nn.Module]:
-        """Returns the modules of a model that hold experts."""
-        return list_experts(model, self._is_experts)
+    @contextmanager
+    def preparing(self, bundle: Bundle) -> Iterator[None]:
+        for model in bundle.new(Kind.MODEL):  # loaders need the meshes of its parameters
+            self.transform_model(model)
+        yield
 
     def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
-        """Shards a module of experts in place, whose gradients are sums over the batches of the axis."""
-        shard_experts(model, self._mesh)
+        """Shards the experts of a model in place, unless the strategy shards them with other parameters.
+
+        They start with the weights of rank 0. Ranks receive one module at a time, and keep their own experts.
+        Tensors on the meta device are allocated. Gradients are sums over the batches of the axis.
+        """
+        experts = [] if not self._is_alone or is_sharded(model) else list_experts(model, self._is_experts)
+        if not experts:
+            return model
+        if self._context.request.ddp is not None:
+            logger.warning_once(
+                "DistributedDataParallelKwargs have no effect with ep_size: gradients are averaged after the "
+                "backward pass, without DistributedDataParallel. Leave them out."
+            )
+        session, device = self._context.session, self._context.device
+        remapper = ParameterRemapper(model, session.waiting or session.prepared.optimizers)
+        for module in experts:
+            send_from_main(module, device)
+            shard_experts(module, self._context.mesh)
+        send_from_main(model, device)
+        parameters = named_parameters(model)
+        remapper.rejoin(parameters)
+        session.replace(remapper.replaced(parameters))
         return model
+
+    def unsharded(self, models: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """Gathers the experts of models, in whose forwards no tokens are exchanged."""
+        return whole_experts(models)
+
+    def memory_layout(self, layout: Layout) -> Layout:
+        return replace(layout, shards=layout.shards // self._size, expert_parallel=self._size)
 
 
 # Modules of experts

@@ -6,6 +6,8 @@ Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -14,29 +16,46 @@ from torch import nn
 
 from accelerate.base import PreparationError, listed, wrong_value
 from accelerate.logging import get_logger
-from accelerate.strategies.axes.base import Axis
+from accelerate.parallelism_config import MeshAxis
+from accelerate.planning import Layout
+from accelerate.strategies.bundle import Bundle, Kind
+from accelerate.strategies.layer import Layer
 from accelerate.weights import find_tied_parameters, retie_parameters
 
 logger = get_logger(__name__)
 
-AXIS = "tp"
+AXIS = MeshAxis.TP.value
 REPLICATED = "replicate"
 """Style of modules that are replicated on each rank."""
 SHARDED_IN_ROWS = ("colwise", "colwise_rep", "colwise_gather_output", "embedding_rowwise")
 """Styles that shard the first dimension of a weight. Only modules of these styles may be tied."""
 
 
-class TensorAxis(Axis):
+class TensorAxis(Layer):
     """Axis along which the weights of layers are sharded."""
 
-    def __init__(self, mesh: Any) -> None:
-        self.size = mesh[AXIS].size()
-        self._mesh = mesh
+    def __init__(self, strategy: Any) -> None:
+        self._mesh, self._session = strategy.context.mesh, strategy.session
+        self._in_stages = strategy.context.request.parallelism.pp_enabled
 
-    def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
-        """Replaces the parameters in the plan of a model by DTensors."""
+    @contextmanager
+    def preparing(self, bundle: Bundle) -> Iterator[None]:
+        """Replaces the parameters in the plan of a trained model by DTensors before it is split into stages.
+
+        Without a pipeline the strategy does this when it shards or places the model.
+        """
+        for model in bundle.new(Kind.MODEL) if self._in_stages else ():
+            if any(parameter.requires_grad for parameter in model.parameters()):
+                self._session.change(model, self._shard)
+        yield
+
+    def _shard(self, model: nn.Module) -> nn.Module:
         shard_layers(model, self._mesh)
         return model
+
+    def memory_layout(self, layout: Layout) -> Layout:
+        size = self._mesh[AXIS].size()
+        return replace(layout, shards=layout.shards // size, tensor_parallel=size)
 
 
 def shard_layers(model: nn.Module, mesh: Any, experts: Collection[nn.Module] = ()) -> None:

@@ -10,15 +10,15 @@ from typing import Any
 
 from accelerate.base import PreparationError
 from accelerate.nested import send_to_device
-from accelerate.strategies.axes.base import Axis
 from accelerate.strategies.bundle import mark_prepared
+from accelerate.strategies.layer import Layer
 
 
-class UlyssesAxis(Axis):
+class UlyssesAxis(Layer):
     """Axis along which the sequences of transformers models are sharded."""
 
     def __init__(self, size: int | None, handler: Any) -> None:
-        self.size = int(size or 1)
+        self._size = int(size or 1)
         self._handler = handler
 
     def transform_model(self, model: Any, micro_batch_size: int = 1) -> Any:
@@ -26,7 +26,7 @@ class UlyssesAxis(Axis):
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
         handler = self._handler
-        check_attention(model, self.size, handler.sp_attn_implementation)
+        check_attention(model, self._size, handler.sp_attn_implementation)
         if self.groups is not None:
             raise PreparationError(
                 "A second model with sp_size > 1: DeepSpeed keeps one attention for all models of a "
@@ -35,7 +35,7 @@ class UlyssesAxis(Axis):
         self.groups = UlyssesSPAttentionHF.register_with_transformers(
             model_name_or_path=model,
             core_attn_implementation=handler.sp_attn_implementation,
-            sequence_parallel_size=self.size,
+            sequence_parallel_size=self._size,
             micro_batch_size=micro_batch_size,
             seq_length=handler.sp_seq_length,
             seq_length_is_variable=handler.sp_seq_length_is_variable,

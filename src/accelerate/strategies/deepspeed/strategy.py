@@ -25,7 +25,7 @@ from accelerate.plugins import restore_auto
 from accelerate.precision import Precision
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import AcceleratorState
-from accelerate.strategies.base import Parameters, Strategy, refuse_split_model
+from accelerate.strategies.base import Parameters, Strategy, keep_none, precision_of, refuse_split_model
 from accelerate.strategies.bundle import Bundle, Kind, as_list, is_prepared
 from accelerate.strategies.deepspeed import building
 from accelerate.strategies.deepspeed.building import (
@@ -95,6 +95,19 @@ class DeepSpeedState(StrategyState):
     def whole_weights(self, model: nn.Module) -> WholeWeights:
         return super().whole_weights(model) if self._inner(model) is model else whole_weights(model)
 
+    def check_averages(self, model: nn.Module) -> None:
+        """Raises an error for an engine of ZeRO stage 3, which keeps no whole weights."""
+        if not self.strategy.has_engine(model) or model.zero_optimization_partition_weights():  # type: ignore[operator]
+            raise PreparationError(
+                "accelerator.average() follows whole weights, which DeepSpeed does not keep in ZeRO stage 3. "
+                "Use stage 2, or FSDP."
+            )
+
+    def stepped_weights(self, optimizer: AcceleratedOptimizer, model: nn.Module) -> list[Tensor]:
+        """Returns the weights of an engine, of whose copies or parts its optimizer steps some."""
+        is_own = getattr(model, "optimizer", None) is optimizer.optimizer
+        return list(model.module.parameters()) if is_own else []  # type: ignore[union-attr]
+
 
 @dataclass
 class PrepareCall:
@@ -120,12 +133,13 @@ class DeepSpeed(Strategy):
     holds_gradients = False
     holds_whole_models = False
     has_plain_weights = False
+    keeps_sharding = staticmethod(keep_none)
     loader_mesh: Any = None  # DeepSpeed's adapter shards the samples of ranks with the same sequences
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.engines: list[DeepSpeedEngineWrapper] = []
-        self.replicas = context.topology.size // self.axes.sequence.size
+        self.replicas = context.topology.size // _ranks_of_sequences(context)
         self.known_sizes: list[int] = []  # batch sizes of loaders in earlier calls
         self.call = PrepareCall()
         building.begin(context)
@@ -134,7 +148,7 @@ class DeepSpeed(Strategy):
         """Returns a mixed precision without effect, because the engine casts, except for FP8 layers."""
         if self.context.request.mixed_precision != PrecisionType.FP8:
             return Precision(self.context.mixed_precision)
-        return self.resolve_precision(PrecisionType.FP8)
+        return precision_of(self, PrecisionType.FP8)
 
     @property
     def plugin(self) -> Any:
@@ -216,13 +230,15 @@ class DeepSpeed(Strategy):
         call, optimizer = self.call, self.call.optimizer
         is_of_torch = isinstance(optimizer, torch.optim.Optimizer)
         with self.session.following([optimizer] if is_of_torch else []):
-            model = self.convert(model)
+            model = self.session.change(model, self.precision.convert)
         self.plugin.set_moe_leaf_modules(model)
         if is_of_torch:
             optimizer = building.choose_optimizer(optimizer, config)
-        model = self.axes.sequence.transform_model(model, config.get(MICRO, 1))
+        for layer in self.layers:
+            model = layer.transform_model(model, config.get(MICRO, 1))
+        groups = next((layer.groups for layer in self.layers if layer.groups is not None), None)
         engine, (call.engine_optimizer, call.engine_scheduler) = building.build_engine(
-            model, optimizer, call.scheduler, deepcopy(config), self.axes.sequence.groups
+            model, optimizer, call.scheduler, deepcopy(config), groups
         )
         building.compile_engine(engine, self.context.request.dynamo)
         if optimizer is not None:
@@ -301,19 +317,6 @@ class DeepSpeed(Strategy):
                 stack.enter_context(gathered_parameters(model))
             yield
 
-    def check_averages(self, model: nn.Module) -> None:
-        """Raises an error for an engine of ZeRO stage 3, which keeps no whole weights."""
-        if not self.has_engine(model) or model.zero_optimization_partition_weights():  # type: ignore[operator]
-            raise PreparationError(
-                "accelerator.average() follows whole weights, which DeepSpeed does not keep in ZeRO stage 3. "
-                "Use stage 2, or FSDP."
-            )
-
-    def stepped_weights(self, optimizer: AcceleratedOptimizer, model: nn.Module) -> list[Tensor]:
-        """Returns the weights of an engine, of whose copies or parts its optimizer steps some."""
-        is_own = getattr(model, "optimizer", None) is optimizer.optimizer
-        return list(model.module.parameters()) if is_own else []  # type: ignore[union-attr]
-
     def has_engine(self, model: nn.Module) -> bool:
         """Returns whether a model is an engine with an optimizer."""
         return any(model is wrapper.engine for wrapper in self.engines)
@@ -321,3 +324,9 @@ class DeepSpeed(Strategy):
     def release(self) -> None:
         self.engines.clear()
         self.known_sizes.clear()
+
+
+def _ranks_of_sequences(context: Context) -> int:
+    """Returns the number of ranks that shard each sequence."""
+    mesh = context.request.parallelism
+    return 1 if mesh is None else mesh.sp_size or 1

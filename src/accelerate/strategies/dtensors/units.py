@@ -74,7 +74,7 @@ def keep_gathered(units: Iterable[tuple[FSDPModule, bool]]) -> Iterator[None]:
     Args:
         units: Units, each with whether it is freed after a forward outside of the block.
     """
-    units = list(units)
+    units = [(unit, is_freed) for unit, is_freed in units if _KEPT not in vars(unit)]  # of an outer block
     for unit, _ in units:
         unit.unshard()
         unit.set_reshard_after_forward(False, recurse=False)

@@ -29,11 +29,8 @@ from accelerate.strategies.fsdp.sharding import (
 )
 from accelerate.strategies.fsdp.strategies import (
     DistributedTensors as DistributedTensors,
-    DistributedTensorState as DistributedTensorState,
     Fsdp2 as Fsdp2,
     ReplicatedTensorParallel as ReplicatedTensorParallel,
     TensorParallel as TensorParallel,
-    WholeOptimizer as WholeOptimizer,
-    gather_state as gather_state,
 )
 from accelerate.strategies.fsdp.v1 import Fsdp1 as Fsdp1

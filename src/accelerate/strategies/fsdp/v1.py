@@ -273,8 +273,8 @@ class Fsdp1(Sharded):
             stack.enter_context(torch_private.unit_forwards_skipped(units))
             yield
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        root = root_of(model)
+    def no_sync(self, model: nn.Module, *, early: bool = False) -> AbstractContextManager[Any]:
+        root = None if early else root_of(model)
         return nullcontext() if root is None else root.no_sync()
 
     def groups_of(self, parameter: Tensor) -> Groups:

@@ -29,7 +29,7 @@ from accelerate.plugins import (
 from accelerate.precision import Precision
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import AcceleratorState
-from accelerate.strategies.base import Parameters, Strategy
+from accelerate.strategies.base import Parameters, Strategy, keep_none
 from accelerate.strategies.bundle import Bundle, Kind, mark_prepared
 from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.data import (
@@ -197,6 +197,7 @@ class MegatronLM(Strategy):
     state_class: ClassVar[type[StrategyState]] = MegatronState
     holds_whole_models = False
     has_plain_weights = False
+    keeps_sharding = staticmethod(keep_none)
 
     loader_mesh: Any = None  # the groups of Megatron-LM, after it is initialized
 

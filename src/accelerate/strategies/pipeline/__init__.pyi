@@ -1,8 +1,4 @@
-from accelerate.strategies.pipeline.axis import PipelineAxis as PipelineAxis
-from accelerate.strategies.pipeline.microbatches import (
-    arguments_of as arguments_of,
-    loss_of as loss_of,
-)
+from accelerate.strategies.pipeline.axis import KeptStructures as KeptStructures, PipelineAxis as PipelineAxis
 from accelerate.strategies.pipeline.runner import Pipeline as Pipeline, check_model as check_model
 from accelerate.strategies.pipeline.state import PipelineState as PipelineState
 from accelerate.strategies.pipeline.verification import Verification as Verification

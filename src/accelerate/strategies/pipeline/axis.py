@@ -5,6 +5,9 @@ Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,18 +16,46 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accelerate.base import PreparationError, listed
-from accelerate.plugins import PipelineConfig
-from accelerate.precision import Precision
-from accelerate.strategies.axes import Axis
+from accelerate.parallelism_config import MeshAxis
+from accelerate.planning import Layout
+from accelerate.strategies.bundle import Bundle, Kind
 from accelerate.strategies.dtensors import named_parameters
+from accelerate.strategies.layer import Layer, Norm, WeakStrategy
 from accelerate.strategies.pipeline.runner import Pipeline, check_model
+from accelerate.strategies.pipeline.state import PipelineState
 from accelerate.strategies.pipeline.verification import Verification
+from accelerate.strategies.state import StrategyState
 
-AXIS = "pp"
+AXIS = MeshAxis.PP.value
 
 
-class PipelineAxis(Axis):
+class KeptStructures(Layer):
+    """Structures of models before any layer changes them, with which their pipelines are compared.
+
+    Args:
+        strategy: Strategy of the run.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = WeakStrategy(strategy)
+        self.verifications: dict[nn.Module, Verification] = {}
+
+    @contextmanager
+    def preparing(self, bundle: Bundle) -> Iterator[None]:
+        precision = self._strategy().precision
+        for model in filter(is_trained, bundle.new(Kind.MODEL)):
+            self.verifications[model] = Verification(model, precision.autocast, precision.name)
+        try:
+            yield
+        finally:
+            self.verifications.clear()
+
+
+class PipelineAxis(Layer):
     """Axis along which ranks have different layers.
+
+    Args:
+        strategy: Strategy of the run.
 
     Attributes:
         pipelines: Pipelines of the models that are prepared for training.
@@ -32,7 +63,15 @@ class PipelineAxis(Axis):
         first_rank: First rank of the run with the stages of this rank.
     """
 
-    def __init__(self, mesh: Any, config: PipelineConfig, device: torch.device) -> None:
+    divides_models = True
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy, context = WeakStrategy(strategy), strategy.context
+        self._config, self._device, mesh = (
+            context.request.parallelism.pp_handler,
+            context.device,
+            context.mesh,
+        )
         self.size = mesh[AXIS].size()
         self.group = mesh.get_group(AXIS)
         self.pipelines: dict[nn.Module, Pipeline] = {}
@@ -41,27 +80,36 @@ class PipelineAxis(Axis):
         row = mesh.mesh.movedim(dim, 0)[dist.get_rank(self.group)]
         self.first_rank = int(row.min())
         self._columns = mesh.mesh.movedim(dim, 0).reshape(self.size, -1).T.tolist()
-        self._config, self._device = config, device
-        self._verifications: dict[nn.Module, Verification] = {}
 
     def check_model(self, model: nn.Module) -> None:
         """Raises an error for a trained model that cannot be split."""
-        if self.splits(model):
+        if is_trained(model):
             check_model(model)
 
-    def splits(self, model: nn.Module) -> bool:
-        """Returns whether a model is split into stages, as it is if the run trains it."""
-        return any(parameter.requires_grad for parameter in model.parameters())
+    @contextmanager
+    def preparing(self, bundle: Bundle) -> Iterator[None]:
+        """Splits trained models, and gathers the names of the parameters that each rank steps."""
+        for model in filter(is_trained, bundle.new(Kind.MODEL)):
+            self._keep_own_layers(model)
+        yield
+        prepared, state = self._strategy().session.prepared, self._strategy().state
+        models = list(dict.fromkeys([*prepared.models, *bundle.models]))
+        for optimizer in dict.fromkeys([*prepared.optimizers, *bundle.optimizers]):
+            state.gather_names(optimizer, models)
 
-    def keep_structure(self, model: nn.Module, precision: Precision) -> None:
-        """Copies the structure of a model that is not changed yet, with which its pipeline is compared."""
-        if self._config.verify:
-            self._verifications[model] = Verification(model, precision.autocast, precision.name)
+    def _keep_own_layers(self, model: nn.Module) -> None:
+        """Removes the layers of other ranks from a model, and their parameters from optimizers."""
+        session, whole = self._strategy().session, list(model.parameters())
+        self._split(model)
+        own = set(model.parameters())
+        whole += [parameter for child in model.children() for parameter in child.parameters()]  # absent ones
+        session.drop(parameter for parameter in whole if parameter not in own)
+        session.remap([*session.waiting, *session.prepared.optimizers])
 
-    def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
-        """Removes the layers of other ranks from a model."""
+    def _split(self, model: nn.Module) -> None:
         pipeline = Pipeline(model, self._config, self.group, self._device)
-        pipeline.verification = self._verifications.pop(model, None)
+        structures = (layer for layer in self._strategy().layers if isinstance(layer, KeptStructures))
+        pipeline.verification = next((each.verifications.pop(model, None) for each in structures), None)
         self.pipelines[model] = pipeline
         own = named_parameters(model)
         by_ranks: dict[tuple[int, ...], list[str]] = {}
@@ -74,15 +122,21 @@ class PipelineAxis(Axis):
                 group, _ = enumerate_groups([[column[rank] for rank in holders] for column in self._columns])
                 if dist.get_rank(self.group) in holders:
                     pipeline.shared.append(([name for name in names if name in own], group))
-        return model
 
-    def stages_to_shard(self, model: nn.Module) -> list[nn.Module]:
+    def parts_of(self, model: nn.Module) -> list[nn.Module] | None:
+        """Returns the modules of this rank's stages."""
+        pipeline = self.pipelines.get(model)
+        return None if pipeline is None else list(pipeline.stages.values())
+
+    def parts_to_shard(self, model: nn.Module) -> list[nn.Module] | None:
         """Returns the modules of this rank's stages, which FSDP shards.
 
         Raises:
             PreparationError: A parameter is on the meta device.
         """
-        pipeline = self.pipelines[model]
+        pipeline = self.pipelines.get(model)
+        if pipeline is None:
+            return None
         parameters = named_parameters(model)
         tied = {
             parameters[name]
@@ -98,14 +152,42 @@ class PipelineAxis(Axis):
             )
         return list(pipeline.stages.values())
 
-    def combine_norms(self, norm: Tensor, norm_type: float) -> Tensor:
-        """Returns the norm of the gradients of all stages from that of this rank's stages."""
-        is_max, norm = norm_type == float("inf"), norm.float()  # stages may have other dtypes
-        power = norm if is_max else norm**norm_type
+    def train_batch(
+        self, model: nn.Module, batch: Any, loss_fn: Any, scale: Callable[[Tensor], Tensor], *, is_sum: bool
+    ) -> Tensor | None:
+        pipeline = self.pipelines.get(model)
+        if pipeline is None:
+            return None
+        scaler, gradients = self._strategy().precision.scaler, self._strategy().context.gradients
+        to_backward = (lambda loss: scaler.scale(scale(loss))) if scaler is not None else scale
+        if scaler is not None:  # a rank without the last stage scales no loss
+            scaler.scale(torch.zeros((), device=self._device))
+        reduces = gradients.sync_gradients or gradients.plugin_kwargs.get("sync_each_batch", False)
+        total: Tensor = pipeline.train(batch, loss_fn, to_backward, is_sum=is_sum, reduces_gradients=reduces)
+        if gradients.sync_gradients:
+            pipeline.sum_shared_gradients()
+        return total
+
+    def gradient_norm(self, norm: Norm, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+        """Returns the norm of the gradients of all stages, of which tied parameters count once."""
+        repeated = self._repeated_parameters()
+        own = norm([parameter for parameter in parameters if id(parameter) not in repeated], norm_type)
+        is_max, own = norm_type == float("inf"), own.float()  # stages may have other dtypes
+        power = own if is_max else own**norm_type
         dist.all_reduce(power, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=self.group)
         return power if is_max else power ** (1.0 / norm_type)
 
-    def repeated_parameters(self) -> set[int]:
+    def state_of(self, state: StrategyState) -> StrategyState:
+        return PipelineState(state.strategy, self)
+
+    def memory_layout(self, layout: Layout) -> Layout:
+        microbatches = self._config.microbatches
+        return replace(layout, shards=layout.shards // self.size, stages=self.size, microbatches=microbatches)
+
+    def release(self) -> None:
+        self.pipelines.clear()
+
+    def _repeated_parameters(self) -> set[int]:
         """Returns the ids of parameters of this rank that an earlier rank of the pipeline has too."""
         rank = dist.get_rank(self.group)
         return {
@@ -115,3 +197,8 @@ class PipelineAxis(Axis):
             for name in names
             if min(pipeline.holders[name]) < rank
         }
+
+
+def is_trained(model: nn.Module) -> bool:
+    """Returns whether a run trains a model, which is split into stages then."""
+    return any(parameter.requires_grad for parameter in model.parameters())

@@ -19,14 +19,13 @@ from accelerate import torch_private
 from accelerate.base import ConfigurationError, PreparationError, StateError, listed, wrong_value
 from accelerate.ops import is_dtensor
 from accelerate.plugins import SCHEDULES, PipelineConfig
+from accelerate.strategies.batches import LossFunction, loss_of
 from accelerate.strategies.dtensors import Replicas, named_parameters
 from accelerate.strategies.pipeline.microbatches import (
     Computed,
-    LossFunction,
     MicroBatch,
     check_loss,
     differ_in_labels,
-    loss_of,
     merge_outputs,
     pair_to_compare,
     shares_of_labels,

@@ -62,13 +62,19 @@ class Owner(NamedTuple):
 
 
 class PipelineState(StrategyState):
-    """State of the models and optimizers of a run with pipeline parallelism."""
+    """State of the models and optimizers of a run with pipeline parallelism.
+
+    Args:
+        strategy: The strategy that has prepared them.
+        axis: The axis of the pipeline.
+    """
 
     saves_shards = True
+    takes_dtensors = True
 
-    @property
-    def _axis(self) -> Any:
-        return self.strategy.axes.pipeline
+    def __init__(self, strategy: Any, axis: Any) -> None:
+        super().__init__(strategy)
+        self._axis = axis
 
     @property
     def _names(self) -> WeakKeyDictionary[Any, OptimizerNames]:
@@ -83,17 +89,13 @@ class PipelineState(StrategyState):
 
     def gatherable_weights(self, model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Tensor]]:
         weights, whole = self.whole_weights(model)
-        return weights, lambda weight: self._keep(whole(weight))
+        return weights, lambda weight: self.keep(whole(weight))
 
     def whole_weights(self, model: nn.Module) -> WholeWeights:
         pipeline = self._pipeline(model)
         if pipeline is None:
             return self._inner(model).state_dict(keep_vars=True), whole_tensor
         return whole_weights(pipeline)
-
-    def _keep(self, whole: Tensor) -> Tensor:
-        """Returns a whole tensor on the CPU of the first rank of each node, and an empty one on others."""
-        return whole.detach().cpu().contiguous() if self.keeps_whole_states else whole.new_empty(0)
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
         """Returns the state dict of the whole model on the CPU of the first rank of each node."""

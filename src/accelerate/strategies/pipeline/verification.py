@@ -24,12 +24,11 @@ from torch import Tensor, nn
 
 from accelerate import rng, torch_private
 from accelerate.base import ConfigurationError, PreparationError, StateError, listed
+from accelerate.strategies.batches import LossFunction, loss_of
 from accelerate.strategies.dtensors import named_parameters, whole_tensor
 from accelerate.strategies.pipeline.mean_draws import MeanDraws
 from accelerate.strategies.pipeline.microbatches import (
-    LossFunction,
     MicroBatch,
-    loss_of,
     not_additive,
     split_into_microbatches,
 )

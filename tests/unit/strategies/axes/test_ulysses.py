@@ -11,26 +11,14 @@ import torch
 from accelerate.base import PreparationError
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.strategies.axes import (
-    Axis,
     UlyssesAxis,
     check_attention,
     loader_class,
 )
-from accelerate.strategies.composition import resolve_axes
 
 
 def model(**config):
     return SimpleNamespace(config=SimpleNamespace(**config), device=torch.device("cpu"))
-
-
-def test_without_an_axis_sequences_are_whole():
-    for config in (None, ParallelismConfig()):
-        axis = resolve_axes(config, None).sequence
-        assert type(axis) is Axis
-        assert (axis.size, axis.groups, axis.splits_buffers) == (1, None, False)
-        assert axis.transform_loader("loader", None) == "loader"
-        with axis.split_batch(buffers=[torch.ones(3)], buffer_seq_dims=[0]):
-            pass
 
 
 @pytest.mark.parametrize(
@@ -108,8 +96,8 @@ class Loader:
 
 
 def test_attention_is_registered_and_loaders_are_divided(deepspeed):
-    shared = resolve_axes(ParallelismConfig(sp_size=2, dp_shard_size=1), None).sequence
-    assert isinstance(shared, UlyssesAxis)
+    parallelism = ParallelismConfig(sp_size=2, dp_shard_size=1)
+    shared = UlyssesAxis(parallelism.sp_size, parallelism.sp_handler)
     given = model(_attn_implementation="sdpa", num_attention_heads=4)
     with pytest.raises(PreparationError, match="prepare the model first"):
         shared.transform_loader(Loader(), given)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from accelerate.strategies.dtensor_state import WholeOptimizer, gather_state
 from accelerate.strategies.dtensors import distribute_like
-from accelerate.strategies.fsdp import WholeOptimizer, gather_state
 
 
 def stepped() -> torch.optim.Optimizer:
