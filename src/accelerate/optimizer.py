@@ -23,7 +23,7 @@ from accelerate.logging import get_logger
 from accelerate.nested import honor_type as honor_type, recursively_apply
 from accelerate.ops import reduce
 from accelerate.precision import explain_fp16_gradients
-from accelerate.state import AcceleratorState, DrivingLoader, GradientState, step_clock
+from accelerate.state import AcceleratorState, DrivingLoader, GradientState, Observers, run_observers
 
 logger = get_logger(__name__)
 
@@ -142,20 +142,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     is_joined: bool = False
     """True inside `join_uneven_inputs`, where other ranks may have no batches left."""
 
-    commit: Callable[[], bool] | None = None
-    """Returns whether the replica groups take a step, in a run with several of them."""
+    conditions: tuple[Callable[[], bool], ...] = ()
+    """Functions that return whether a step is taken, for all ranks together."""
 
     held: HeldGradients | None = None
     """Gradients of the current window, if it has several micro-batches."""
 
     holds_windows: bool = False
     """True if `held` is set in each window of several micro-batches, and None means that none is open."""
-
-    observers: tuple[Any, ...] = ()
-    """Averages of weights and the comparison of replicas.
-
-    Their `before_step` and `after_update` are called with this optimizer.
-    """
 
     mean_loss: Callable[[Any], Any] | None = None
     """Returns the mean over all ranks of the loss of a closure, in a run with several ranks."""
@@ -179,6 +173,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.gradient_state = GradientState()
         self.device_placement = device_placement
         self._driver = DrivingLoader()
+        self._observers, self._run = Observers(), run_observers()
         self.gradients_unscaled = False
         self.steps_in_backward = steps_in_backward(optimizer)
         self.skips_nonfinite = bool(self.gradient_state.plugin_kwargs.get("skip_nonfinite_updates"))
@@ -195,6 +190,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._accelerate_step_called = False
         self._optimizer_original_step_method = self.optimizer.step
         self._optimizer_patched_step_method = patch_optimizer_step(self, self.optimizer.step)
+
+    @property
+    def observers(self) -> tuple[Any, ...]:
+        """Observers of this optimizer, whose `before_step` and `after_update` are called with it."""
+        return self._observers.all
+
+    @observers.setter
+    def observers(self, observers: Iterable[Any]) -> None:
+        self._observers = Observers(observers)
 
     @property
     def state(self) -> Any:
@@ -261,11 +265,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Args:
             set_to_none: Whether gradients are set to None, as by default, or filled with zeros.
         """
-        clear = partial(self.optimizer.zero_grad, set_to_none is None or set_to_none)
+        to_none = set_to_none is None or set_to_none
         if self.held is not None:
-            self.held.zero_grad(clear)
+            self.held.zero_grad(partial(self.optimizer.zero_grad, to_none))
         elif self.holds_windows or self.gradient_state.sync_gradients:
-            clear()
+            self.optimizer.zero_grad(to_none)
 
     def train(self) -> None:
         """Sets the training mode of optimizers that have one, such as schedule-free optimizers."""
@@ -289,28 +293,37 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             ConfigurationError: A closure is passed in a micro-batch without synchronization, and the
                 optimizer may call it several times in a step.
         """
-        if self.held is None:
-            self.record_pass()
-        if not self.gradient_state.sync_gradients:
+        gradients, held = self.gradient_state, self.held
+        if held is None:
+            self.last_pass = gradients.find_pass(self._driver)
+        if not gradients.sync_gradients:
             return self._accumulate(closure)
-        if self.held is not None:
-            if closure is None:
-                self._complete()
-            else:
-                closure = partial(self._complete, closure)
-        if closure is not None and self.mean_loss is not None and not self.is_joined:
-            closure = partial(_call_averaged, closure, self.mean_loss)
-        before, num_updates = step_clock.begin_step(), self.num_updates
+        if closure is not None:
+            closure = self._wrap_closure(closure)
+        elif held is not None:
+            self._complete()
+        run, own, num_updates = self._run, self._observers, self.num_updates
+        for observe in run.before_step:
+            observe(self)
         try:
-            for observer in self.observers:
-                observer.before_step(self)
+            for observe in own.before_step:
+                observe(self)
             result = self._step(closure)
             if self.num_updates != num_updates:
-                for observer in self.observers:
-                    observer.after_update(self)
+                for observe in own.after_update:
+                    observe(self)
             return result
         finally:
-            step_clock.end_step(before, id(self), self.num_updates - num_updates, self.num_updates)
+            for observe in run.after_step:
+                observe(self, self.num_updates - num_updates)
+
+    def _wrap_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns a closure that ends the window, and returns the mean loss over all ranks."""
+        if self.held is not None:
+            closure = partial(self._complete, closure)
+        if self.mean_loss is not None and not self.is_joined:
+            closure = partial(_call_averaged, closure, self.mean_loss)
+        return closure
 
     def record_pass(self) -> None:
         """Sets `last_pass` in a micro-batch."""
@@ -344,38 +357,41 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return result
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        if closure is not None and (self.commit is not None or self.skips_nonfinite):
+        if closure is not None and (self.conditions or self.skips_nonfinite):
             reason = "the optimizer may call it several times, and a step is taken or skipped after one call"
             fix = "Leave out --replicas and skip_nonfinite_updates, or use another optimizer"
             closure = partial(_identity, self._call_once(closure, reason, fix))
-        if self.commit is not None and not self.commit():
-            self._is_overflow, self.gradients_unscaled = True, False
-            if self.scaler is not None:
-                torch_private.reset_unscaled(self.scaler)
-            return None
-        self._is_overflow = False
-        if self.scaler is not None and not self.steps_in_backward:
-            return self._scaled_step(closure)
-        if self.skips_nonfinite and not self.steps_in_backward:
-            self._is_overflow = self._must_skip()
-            if self._is_overflow:
+        for is_taken in self.conditions:
+            if not is_taken():
+                self._leave_out()
                 return None
-        arguments = () if closure is None else (closure,)  # some optimizers take no closure
-        result = None if self.steps_in_backward else self._update(self.optimizer.step, *arguments)
+        self._is_overflow = False
+        if self.steps_in_backward:
+            self.num_updates += 1
+            return None
+        if self.scaler is not None:
+            return self._scaled_step(closure)
+        if self.skips_nonfinite and self._must_skip():
+            self._is_overflow = True
+            return None
+        step = self.optimizer.step
+        if self.matrix_owners is not None:
+            step = partial(self.matrix_owners.step, step)
+        result = step() if closure is None else step(closure)  # some optimizers take no closure
         self.num_updates += 1
         return result
 
-    def _update(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Calls the step of the inner optimizer, which steps whole matrices on the ranks that own them."""
-        if self.matrix_owners is None:
-            return step(*args)
-        return self.matrix_owners.step(step, *args)
+    def _leave_out(self) -> None:
+        """Records that a step is not taken, whose gradients may be unscaled already."""
+        self._is_overflow, self.gradients_unscaled = True, False
+        if self.scaler is not None:
+            torch_private.reset_unscaled(self.scaler)
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         scaler: torch.amp.GradScaler = self.scaler  # type: ignore[assignment]
         step: Callable[..., Any] = self._optimizer_patched_step_method
         if self.matrix_owners is not None:
-            step = partial(self._update, step)
+            step = partial(self.matrix_owners.step, step)
         original = self._optimizer_original_step_method
         must_skip = self.skips_nonfinite and self._must_skip()
         if must_skip:
@@ -427,13 +443,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        names = ("update_scaler", "observers", "matrix_owners", "held", "mean_loss")
+        names = ("update_scaler", "_observers", "_run", "matrix_owners", "held", "mean_loss")
         for name in (*_SCALER_ATTRIBUTES, *names):
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._observers, self._run = Observers(), run_observers()
         self.update_scaler = None
         if self.scaler is not None:
             self._attach_patched_step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,9 @@ TOLERANCE = 0.1
 
 ROUNDING = 1e-6
 """Largest relative difference of two learning rates that are regarded as equal."""
+
+_num_updates, _last_pass = attrgetter("num_updates"), attrgetter("last_pass")
+_was_skipped = attrgetter("step_was_skipped")  # `map` with it runs no bytecode for each optimizer
 
 StepPolicy = Literal["per_update"] | bool
 """Policy of steps.
@@ -143,12 +147,13 @@ class AcceleratedScheduler:
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
-        is_by_epoch = self._is_by_epoch()
+        skipped = list(map(_was_skipped, self.optimizers))
+        is_by_epoch = self._is_by_epoch(skipped)
         self.record_call()
         if (args or kwargs) and any(value is not None for value in (*args, *kwargs.values())):
             self.scheduler.step(*args, **kwargs)
             return
-        if not is_by_epoch and (not self.gradient_state.sync_gradients or self._was_skipped()):
+        if not is_by_epoch and (not self.gradient_state.sync_gradients or any(skipped)):
             return
         steps = 1 if is_by_epoch else self.steps_per_update
         if steps > 1:
@@ -167,13 +172,10 @@ class AcceleratedScheduler:
         if updates:
             self.updates_at_call = list(updates)
         else:
-            self.updates_at_call = [optimizer.num_updates for optimizer in self.optimizers]
-        self._passes_at_call = [optimizer.last_pass for optimizer in self.optimizers]
+            self.updates_at_call = list(map(_num_updates, self.optimizers))
+        self._passes_at_call = list(map(_last_pass, self.optimizers))
 
-    def _was_skipped(self) -> bool:
-        return any(optimizer.step_was_skipped for optimizer in self.optimizers)
-
-    def _is_by_epoch(self) -> bool:
+    def _is_by_epoch(self, skipped: Sequence[bool]) -> bool:
         """Returns whether the optimizers have stepped more than once since the last call, or in a whole pass.
 
         Of several optimizers, the one with the fewest steps counts, so that a scheduler of a GAN, whose
@@ -181,15 +183,15 @@ class AcceleratedScheduler:
         that an epoch of one update has ended, but the end of its pass does.
         """
         fewest, has_ended = 0, False  # steps of the optimizers that have any, and whether a pass has ended
-        calls = zip(self.optimizers, self.updates_at_call, self._passes_at_call, strict=False)
-        for optimizer, updates, number in calls:
+        calls = zip(self.optimizers, skipped, self.updates_at_call, self._passes_at_call, strict=False)
+        for optimizer, was_skipped, updates, number in calls:
             steps = optimizer.num_updates - updates
             if steps:
-                steps += optimizer.step_was_skipped  # an update, and then one that was skipped
+                steps += was_skipped  # an update, and then one that was skipped
                 fewest = min(fewest, steps) if fewest else steps
             if optimizer.last_pass and optimizer.last_pass != number:
                 has_ended = has_ended or self.gradient_state.is_behind(optimizer.last_pass)
-        return fewest > 1 or (has_ended and not self._was_skipped())
+        return fewest > 1 or (has_ended and not any(skipped))
 
     def get_last_lr(self) -> Any:
         """Returns the last learning rate of each parameter group."""

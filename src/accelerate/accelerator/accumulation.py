@@ -68,6 +68,7 @@ class Accumulation:
         weighting: Weighting of the losses in a window whose items are counted, and None otherwise, when the
             micro-batches of a window have equal weights.
         is_joined: Whether ranks may have different numbers of batches now.
+        trained: Optimizers of the current windows of several micro-batches, by models.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Accumulation:
         self.is_joined = False
         self._step = 0  # as set by the user or by a checkpoint
         self._sets: dict[Hashable, MicroBatches] = {}
-        self._trained: dict[tuple[nn.Module, ...], list[AcceleratedOptimizer]] = {}  # of the current windows
+        self.trained: dict[tuple[nn.Module, ...], list[AcceleratedOptimizer]] = {}
         self._undivided = UndividedSteps(prepared)
         self._watch: weakref.finalize[..., Any] | None = None  # of the first window of several micro-batches
         if recovery is not None:
@@ -103,7 +104,7 @@ class Accumulation:
     @property
     def has_held(self) -> bool:
         """True if an optimizer holds gradients of a window that has not ended with a step."""
-        return bool(self._trained) and any(o.held is not None for o in self.prepared.optimizers)
+        return any(o.held is not None for o in self.prepared.optimizers)
 
     def accumulate(self, models: Sequence[nn.Module], num_items: Any = None) -> AbstractContextManager[Any]:
         """Begins a micro-batch, and returns its context manager.
@@ -129,25 +130,26 @@ class Accumulation:
         if num_items is not None:
             return self._accumulate_items(current, models, num_items)
         self.weighting = None
-        self.advance(models)
-        return sync_context(self, self.gradients.sync_gradients, models)
+        is_last = self.advance(models)
+        return _SYNCHRONIZED if is_last else sync_context(self, is_last, models)
 
-    def advance(self, models: Sequence[nn.Module]) -> None:
-        """Begins a micro-batch of the current models, and sets whether it synchronizes gradients."""
+    def advance(self, models: Sequence[nn.Module]) -> bool:
+        """Begins a micro-batch of the current models, and returns whether it synchronizes gradients."""
         gradients, current = self.gradients, self.current
         assert current is not None
-        ends_pass = current.driver.begin_micro_batch(gradients.dataloader_references[1:])
-        part = self.step_part()
+        options = gradients.plugin_kwargs
+        ends_pass = current.driver.begin_micro_batch(gradients.open_loaders())
+        part = self.step_part() if "global_batch_size" in options else None
         is_first = current.position == 0
         if is_first:
-            current.num_steps = gradients.num_steps
+            current.num_steps = options.get("num_steps", 1)
         if current.driver.is_uncertain and gradients.sync_with_dataloader and current.num_steps > 1:
             _warn_of_uncertain()
         current.position += 1
         if part is not None:
             is_last = part.is_last
             current.step = 0 if is_last else current.step + 1
-        elif gradients.sync_with_dataloader and ends_pass:
+        elif ends_pass and gradients.sync_with_dataloader:
             is_last, current.step = True, 0
         else:
             is_last = current.position >= current.num_steps
@@ -155,8 +157,9 @@ class Accumulation:
         if is_last:
             current.position = 0
         gradients._set_sync_gradients(is_last)
-        if not (is_first and is_last) or self.has_held:
+        if not (is_first and is_last) or (self.trained and self.has_held):
             self.begin_window(models, is_first=is_first, is_last=is_last)
+        return is_last
 
     def begin_window(
         self, models: Sequence[nn.Module] = (), *, is_first: bool = False, is_last: bool = False
@@ -169,9 +172,9 @@ class Accumulation:
             is_last: Whether it is the last one.
         """
         key = tuple(models)
-        if is_first or key not in self._trained:
-            self._trained[key] = list(self._optimizers_of(models))
-        trained = self._trained[key]
+        if is_first or key not in self.trained:
+            self.trained[key] = list(self._optimizers_of(models))
+        trained = self.trained[key]
         for optimizer in self.prepared.optimizers:
             if optimizer.held is not None and optimizer not in trained:
                 optimizer.held.leave()
@@ -310,7 +313,8 @@ class Accumulation:
             return loss * 0 if self.is_filler else loss
         if self.recovery is not None:
             loss = loss * self.recovery.loss_scale
-        if (part := self.step_part()) is not None:
+        options = self.gradients.plugin_kwargs
+        if "global_batch_size" in options and (part := self.step_part()) is not None:
             if part.is_last != self.gradients.sync_gradients:
                 raise StateError(
                     "backward() was called outside of accumulate(), and global_batch_size makes several "
@@ -318,7 +322,7 @@ class Accumulation:
                 )
             return loss * part.weight
         current = self.current
-        steps = self.gradients.num_steps if current is None else current.num_steps
+        steps = options.get("num_steps", 1) if current is None else current.num_steps
         if steps == 1:
             return loss
         if current is None and (self.recovery is None or not self.recovery.in_pass):
@@ -329,7 +333,7 @@ class Accumulation:
         """Begins with the first micro-batch of a window."""
         self.weighting = None
         self.step = 0
-        self._trained.clear()
+        self.trained.clear()
         for optimizer in self.prepared.optimizers:
             optimizer.held = None
 

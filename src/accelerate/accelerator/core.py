@@ -36,8 +36,12 @@ from accelerate import (
 )
 from accelerate.accelerator.accumulation import Accumulation
 from accelerate.accelerator.arguments import _UNSET, build_request
-from accelerate.accelerator.gradients import find_fused_optimizer, unscale, unscale_parameters
-from accelerate.accelerator.measured import local_scalar
+from accelerate.accelerator.gradients import (
+    find_fused_optimizer,
+    step_in_backward,
+    unscale,
+    unscale_parameters,
+)
 from accelerate.accelerator.persistence import RunCheckpoints
 from accelerate.accelerator.runtime import build_runtime
 from accelerate.accelerator.trackers import Trackers
@@ -59,7 +63,7 @@ from accelerate.base import (
     wrong_value,
 )
 from accelerate.logging import get_logger
-from accelerate.monitoring import BACKWARD, RunTimes
+from accelerate.monitoring import RunTimes
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
@@ -414,7 +418,7 @@ class Accelerator(ProcessControl):
         prepared = self._runtime.strategy.wrap_optimizer(optimizer, to_device=moves)
         strategies.divide_steps(self._runtime.strategy, prepared, whole_matrices)
         if self._recovery is not None:
-            prepared.commit = self._recovery.commit
+            prepared.conditions = (*prepared.conditions, self._recovery.commit)
         self._optimizers.append(prepared)
         self._runtime.strategy.precision.set_optimizers(self._optimizers)
         self._runtime.session.assign_optimizers()
@@ -605,20 +609,31 @@ class Accelerator(ProcessControl):
                 the backward pass, instead of the one of their groups. `scale_wrt_gas=False` means that the
                 loss is weighted already.
         """
-        if step_clock.wanted:
-            step_clock.keep("loss", local_scalar(loss))
-        learning_rate = kwargs.pop("learning_rate", None)
-        self._accumulation.begin_backward()
-        if kwargs.pop("scale_wrt_gas", None) is not False:
-            loss = self._accumulation.scale(loss)
-        if not [optimizer for optimizer in self._optimizers if optimizer.steps_in_backward]:
-            if self._recovery is not None:
-                self._recovery.begin_backward()
-            self._runtime.backward(loss, **kwargs)
-            if self._recovery is not None:
-                self._recovery.end_backward()
-            self._accumulation.end_backward()
-            return
+        runtime, accumulation = self._runtime, self._accumulation
+        observers = runtime.observers
+        for observe in observers.loss_computed:
+            observe(loss)
+        learning_rate = kwargs.pop("learning_rate", None) if kwargs else None
+        if accumulation.trained:
+            accumulation.begin_backward()
+        if not kwargs or kwargs.pop("scale_wrt_gas", None) is not False:
+            loss = accumulation.scale(loss)
+        for optimizer in self._optimizers:
+            if optimizer.steps_in_backward:
+                self._step_in_backward(loss, learning_rate, kwargs)
+                return
+        for observe in observers.before_backward:
+            observe(loss, kwargs)
+        runtime.strategy.backward(loss, **kwargs)
+        for observe in observers.after_backward:
+            observe()
+        if accumulation.trained:
+            accumulation.end_backward()
+
+    def _step_in_backward(
+        self, loss: torch.Tensor, learning_rate: float | None, kwargs: dict[str, Any]
+    ) -> None:
+        """Runs the backward pass of an optimizer that updates parameters in it."""
         if kwargs:
             reason = "an optimizer that updates parameters in the backward pass runs it without arguments"
             raise wrong_value(", ".join(kwargs), list(kwargs.values()), reason, "Leave them out")
@@ -661,8 +676,8 @@ class Accelerator(ProcessControl):
             is_sum=accumulation.weighting is not None,
         )
         accumulation.end_backward()
-        if step_clock.wanted:
-            step_clock.keep("loss", local_scalar(loss))
+        for observe in self._runtime.observers.loss_computed:
+            observe(loss)
         return loss
 
     def count_flops(self) -> AbstractContextManager[None]:
@@ -693,8 +708,7 @@ class Accelerator(ProcessControl):
         Raises:
             ConfigurationError: There is no such prepared optimizer, or more than one.
         """
-        with step_clock.phase(BACKWARD):
-            find_fused_optimizer(self._optimizers).fused_backward(loss, learning_rate)
+        step_in_backward(self._optimizers, loss, learning_rate)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscales gradients before they are read or changed.
@@ -727,8 +741,8 @@ class Accelerator(ProcessControl):
         parameters, scale = self._unscaled(parameters)
         norm = self._runtime.strategy.clip_grad_norm(parameters, max_norm * scale, norm_type)
         norm = norm if scale == 1 else norm / scale
-        if step_clock.wanted:
-            step_clock.keep("gradient_norm", local_scalar(norm))
+        for observe in self._runtime.observers.norm_computed:
+            observe(norm)
         return norm
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:

@@ -1,7 +1,7 @@
 """Recent checkpoints of a run, which are saved after every few optimizer steps and loaded first.
 
-A prepared loader calls `FastSaves.batch_used` before it yields the next batch, so the whole body of the loop
-has run, as if it ended with `save_state()`.
+`FastSaves` is an observer of the run. A prepared loader calls `batch_used` before it reads the next batch, so
+the whole body of the loop has run, as if it ended with `save_state()`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from accelerate import accelerator, checkpointing
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import CheckpointError, describe, wrong_value
-from accelerate.data_loader import BatchObserver
 from accelerate.logging import get_logger
 from accelerate.monitoring import SAVING
 from accelerate.nested import iterate_tensors
 from accelerate.ops import local_tensor
-from accelerate.state import services, step_clock
+from accelerate.state import run_observers, step_clock
 
 logger = get_logger(__name__)
 
@@ -37,7 +36,7 @@ MakeRequest = Callable[[], checkpointing.Request]
 """Function that returns the counters of the run, in a request for the next numbered checkpoint."""
 
 
-class FastSaves(BatchObserver):
+class FastSaves:
     """Saves recent checkpoints of a run in the fast tier, and finds the newest one.
 
     Args:
@@ -70,6 +69,7 @@ class FastSaves(BatchObserver):
         self._saved_at = 0  # optimizer steps at the last generation, or at the checkpoint that was loaded
         self._has_space_for: int | None = None  # objects besides models when the space was checked
         self._thread = threading.get_ident()
+        self._begun: dict[int, int] = {}  # optimizer steps when the last pass over a loader began, by loader
         name = "" if project.project_dir is None else str(Path(project.project_dir).expanduser().absolute())
         folder = Path(str(project.fast_dir)).expanduser().absolute()
         if runtime.recovery is not None:  # replica groups have the same state, and each keeps its own copy
@@ -88,15 +88,24 @@ class FastSaves(BatchObserver):
         self._num_found = self._count_durable()
         if runtime.strategy.state.saves_shards:  # no save or load waits for the import of DCP
             import_module("accelerate.checkpointing.shard_files")
-        services.put(BatchObserver, self)
+        run_observers().put(self)
 
     # Saving
+
+    def pass_begun(self, loader: Any) -> None:
+        """Keeps the number of steps before a pass."""
+        self._begun[id(loader)] = step_clock.steps
+
+    def pass_ended(self, loader: Any) -> None:
+        """Forgets a pass."""
+        self._begun.pop(id(loader), None)
 
     def batch_used(self, loader: Any) -> None:
         """Saves a generation if enough optimizer steps were taken since the last one.
 
-        None is saved while ranks may have different numbers of batches (`join_uneven_inputs`), while a model
-        has averages in place of its weights, and where no gradients are computed, as in an evaluation.
+        None is saved in a pass without steps, such as an evaluation in the body of another loop, while ranks
+        may have different numbers of batches (`join_uneven_inputs`), while a model has averages in place of
+        its weights, and where no gradients are computed.
         """
         every, updates = self._project.fast_every, self._num_updates()
         prepared = self._runtime.prepared
@@ -104,6 +113,7 @@ class FastSaves(BatchObserver):
         is_applied = any(each.is_applied for each in (*prepared.averages, *prepared.local_sgd))
         if (
             updates // every <= self._saved_at // every
+            or self._begun.get(id(loader)) == step_clock.steps
             or is_joined
             or is_applied
             or not torch.is_grad_enabled()

@@ -131,7 +131,7 @@ class StepFlops:
         self._runtime = runtime
         self._mode: FlopMode | None = None  # between the first and the last micro-batch of the step
         self._begin = 0  # number of steps before it
-        self._is_done = self._is_inside = False
+        self._is_done = self._is_inside = self._creates_graph = False
 
     def micro_batch(self) -> AbstractContextManager[None]:
         """Returns the context manager of one or several micro-batches of a step."""
@@ -162,6 +162,7 @@ class StepFlops:
         self._is_done = not _is_countable(self._runtime)
         if not self._is_done:
             self._begin = _num_attempts()
+            self._runtime.observers.put(self)
             self._mode = FlopMode(self._is_left_out)
 
     def _end_step(self) -> None:
@@ -169,10 +170,15 @@ class StepFlops:
         if self._mode is None or not (steps := _num_attempts() - self._begin):
             return
         flops, self._mode, self._is_done = self._mode.flops, None, True
+        self._runtime.observers.remove(self)
         if flops:
             step_clock.step_flops = sum(flops.values()) / steps
             ((dtype, _),) = flops.most_common(1)
             step_clock.peak_flops = _find_peak(self._runtime.state.device_backend, dtype) or 0.0
+
+    def before_backward(self, loss: Tensor, arguments: Mapping[str, Any]) -> None:
+        """Keeps whether the gradients of a backward pass can be differentiated again."""
+        self._creates_graph = arguments.get("create_graph", False)
 
     def _is_left_out(self) -> bool:
         """Returns whether an optimizer runs, or a forward inside of a backward pass.
@@ -181,7 +187,7 @@ class StepFlops:
         """
         if step_clock.current == OPTIMIZER:
             return True
-        in_backward = step_clock.current == BACKWARD and not self._runtime.backward.creates_graph
+        in_backward = step_clock.current == BACKWARD and not self._creates_graph
         return in_backward and torch.is_grad_enabled()
 
 

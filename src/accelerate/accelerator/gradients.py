@@ -13,8 +13,10 @@ import torch
 
 from accelerate import strategies
 from accelerate.base import ConfigurationError
+from accelerate.monitoring import BACKWARD
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import Precision
+from accelerate.state import step_clock
 
 
 def find_fused_optimizer(optimizers: Sequence[AcceleratedOptimizer]) -> AcceleratedOptimizer:
@@ -31,6 +33,14 @@ def find_fused_optimizer(optimizers: Sequence[AcceleratedOptimizer]) -> Accelera
             "needs a pass of its own. Give one of them the parameters of all."
         )
     return fused[0]
+
+
+def step_in_backward(
+    optimizers: Sequence[AcceleratedOptimizer], loss: torch.Tensor, learning_rate: float
+) -> None:
+    """Runs the backward pass of the one optimizer that updates parameters in it."""
+    with step_clock.phase(BACKWARD):
+        find_fused_optimizer(optimizers).fused_backward(loss, learning_rate)
 
 
 def unscale(precision: Precision, optimizers: Any) -> None:

@@ -1,13 +1,13 @@
-"""Backward pass of a run with its time, and the values of a step that are recorded."""
+"""Observers of the values of a step and of the exchange of gradients, which the step clock records."""
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Any
 
 import torch
 
-from accelerate import ops, strategies, torch_private
-from accelerate.monitoring import BACKWARD, OTHER_THREAD
+from accelerate import ops, torch_private
 from accelerate.state import GradientState, step_clock
 
 
@@ -27,41 +27,38 @@ def local_scalar(value: object) -> torch.Tensor | None:
     return tensor if is_number else None
 
 
-class MeasuredBackward:
-    """Backward pass of a strategy, whose time is added to the step clock.
+class StepValues:
+    """Observer that keeps the loss and the norm of the gradients of steps that are recorded."""
 
-    With several ranks it finds out when a pass begins to wait for the gradients of other ranks. Callbacks at
-    the end of a backward pass run in the order in which they are queued. One that is queued with the gradient
-    of the loss runs before the callbacks of the wrappers, which wait.
+    def loss_computed(self, loss: object) -> None:
+        """Keeps a loss."""
+        if step_clock.wanted:
+            step_clock.keep("loss", local_scalar(loss))
+
+    def norm_computed(self, norm: object) -> None:
+        """Keeps a norm."""
+        if step_clock.wanted:
+            step_clock.keep("gradient_norm", local_scalar(norm))
+
+
+class GradientExchanges:
+    """Observer that finds out when a backward pass begins to wait for the gradients of other ranks.
+
+    Callbacks at the end of a backward pass run in the order in which they are queued. One that is queued with
+    the gradient of the loss runs before the callbacks of the wrappers, which wait.
 
     Args:
-        strategy: Strategy whose `backward` is called.
         gradients: State that knows whether this micro-batch synchronizes gradients.
-        num_processes: World size.
     """
 
-    def __init__(self, strategy: strategies.Strategy, gradients: GradientState, num_processes: int) -> None:
-        self._strategy, self._gradients = strategy, gradients
-        self._exchanges = num_processes > 1 and strategy.holds_gradients
-        self._computed_at = 0.0
-        self.creates_graph = False
-        """Whether the last pass was one whose gradients can be differentiated again."""
+    def __init__(self, gradients: GradientState) -> None:
+        self._gradients = gradients
 
-    def __call__(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Computes the gradients of a loss, with the arguments of `torch.Tensor.backward`."""
-        before = step_clock.switch(BACKWARD)
-        self._computed_at = 0.0
-        self.creates_graph = bool(kwargs) and kwargs.get("create_graph", False)
-        exchanges = self._exchanges and before != OTHER_THREAD and self._gradients.sync_gradients
-        if exchanges and loss.requires_grad:
-            loss.register_hook(self._queue_callback)  # type: ignore[no-untyped-call]
-        try:
-            self._strategy.backward(loss, **kwargs)
-        finally:
-            step_clock.end_backward(before, self._computed_at)
+    def before_backward(self, loss: torch.Tensor, arguments: object) -> None:
+        """Adds a hook to a loss whose backward pass synchronizes gradients."""
+        if self._gradients.sync_gradients and loss.requires_grad and get_ident() == step_clock.owner:
+            loss.register_hook(_queue_callback)  # type: ignore[no-untyped-call]
 
-    def _queue_callback(self, gradient: torch.Tensor) -> None:
-        torch_private.autograd_engine.queue_callback(self._end_gradients)
 
-    def _end_gradients(self) -> None:
-        self._computed_at = step_clock.end_gradients()
+def _queue_callback(gradient: torch.Tensor) -> None:
+    torch_private.autograd_engine.queue_callback(step_clock.end_gradients)

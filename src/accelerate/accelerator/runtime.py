@@ -15,17 +15,19 @@ from torch import nn
 
 from accelerate import checkpointing, diagnostics, plugins, strategies, torch_private
 from accelerate.accelerator import recording
-from accelerate.accelerator.measured import MeasuredBackward
+from accelerate.accelerator.measured import GradientExchanges, StepValues
 from accelerate.base import environ, wrong_value
 from accelerate.logging import get_logger
 from accelerate.state import (
     ONE_STATE,
     AcceleratorState,
     GradientState,
+    Observers,
     PartialState,
     WeakReference,
     connect_nodes,
     is_initialized,
+    run_observers,
     services,
     step_clock,
 )
@@ -51,7 +53,7 @@ class Runtime:
     strategy: strategies.Strategy
     session: strategies.PrepareSession
     prepared: strategies.Prepared
-    backward: MeasuredBackward
+    observers: Observers
     checkpoints: checkpointing.Checkpoints
     recovery: Recovery | None
     num_compilations: int  # by torch.compile in this process, before the run
@@ -150,11 +152,20 @@ def _assemble(
         strategy=strategy,
         session=session,
         prepared=session.prepared,
-        backward=MeasuredBackward(strategy, gradients, state.num_processes),
+        observers=_observe(strategy, gradients, state),
         checkpoints=checkpointing.Checkpoints(timeout),
         recovery=_open_recovery(strategy, gradients, session.prepared),
         num_compilations=torch_private.count_compilations(),
     )
+
+
+def _observe(strategy: strategies.Strategy, gradients: GradientState, state: AcceleratorState) -> Observers:
+    """Returns the observers of the run, with those that record its steps."""
+    observers = run_observers()
+    observers.put(StepValues())
+    if state.num_processes > 1 and strategy.holds_gradients:
+        observers.put(GradientExchanges(gradients))
+    return observers
 
 
 def _open_recovery(

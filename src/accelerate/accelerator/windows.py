@@ -20,7 +20,7 @@ from accelerate.accelerator.accumulation import Accumulation, sync_context
 from accelerate.accelerator.weighting import drop_gradients, factor_of, sum_items
 from accelerate.base import StateError
 from accelerate.logging import get_logger
-from accelerate.state import step_clock
+from accelerate.state import run_observers, step_clock
 
 logger = get_logger(__name__)
 
@@ -61,7 +61,7 @@ class Windows:
                 window = Window(accumulation, models, reader, *read)
                 yield window
                 window.close()
-                data_loader.end_batch(reader.loader)
+                data_loader.end_use(reader.loader, run_observers())
         finally:
             if window is not None:  # after an exception the loop over the window may still be open
                 window.close()
@@ -229,7 +229,7 @@ class _WindowReader:
                 batches.append(self._returned.popleft())
                 data_loader.set_batch_metadata(self.loader, batches[-1][1])
             else:
-                with data_loader.observer_paused():
+                with run_observers().reading_ahead():
                     batch = next(self._source, _END)
                 if batch is _END:
                     return batches, False
@@ -249,7 +249,7 @@ class _WindowReader:
         if self._goes_on:
             getattr(self._source, "close", lambda: None)()
         else:
-            with data_loader.observer_paused():
+            with run_observers().reading_ahead():
                 next(self._source, None)
 
 

@@ -79,11 +79,9 @@ from accelerate.data_loader.prepare import (
 )
 from accelerate.data_loader.rank_aware import has_own_shard as has_own_shard
 from accelerate.data_loader.reading import (
-    BatchObserver as BatchObserver,
     LastMark as LastMark,
     WorkersObserver as WorkersObserver,
-    end_batch as end_batch,
-    observer_paused as observer_paused,
+    end_use as end_use,
 )
 from accelerate.data_loader.samplers import (
     BatchSamplerShard as BatchSamplerShard,

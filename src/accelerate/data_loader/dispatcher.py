@@ -27,13 +27,13 @@ from accelerate.data_loader.global_batches import GlobalBatchBuilder
 from accelerate.data_loader.last_batch import last_remainder
 from accelerate.data_loader.late_start import make_resumed_loader
 from accelerate.data_loader.plan import UNPREPARED, ShardPlan, data_groups
-from accelerate.data_loader.reading import choose_move, end_batch, open_batches, open_pass, yield_batches
+from accelerate.data_loader.reading import choose_move, end_use, open_batches, open_pass, yield_batches
 from accelerate.data_loader.resume import keep_source_state, source_state
 from accelerate.data_loader.samplers import first_number
 from accelerate.devices import of_device
 from accelerate.nested import ignorant_find_batch_size
 from accelerate.ops import Transport, current_transport
-from accelerate.state import GradientState, PartialState, closed_at_exit, step_clock
+from accelerate.state import GradientState, PartialState, closed_at_exit, run_observers
 
 
 class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
@@ -101,14 +101,18 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         if self.plan.mode == "unsharded":
             yield from self._read_alone()
             return
-        begin = step_clock.begin_pass(self.num_workers)
+        observers = run_observers()
+        for observe in observers.pass_begun:
+            observe(self)
         try:
             for batch in self._own_parts(current_transport()):
-                step_clock.begin_forward(ignorant_find_batch_size(batch) or 0)
+                for observe in observers.batch_read:
+                    observe(ignorant_find_batch_size(batch) or 0)
                 yield batch
-                end_batch(self, begin.steps)
+                end_use(self, observers)
         finally:
-            step_clock.end_pass(begin)
+            for observe in observers.pass_ended:
+                observe(self)
 
     def _read_alone(self) -> Iterator[Any]:
         """Makes one pass that no other process reads."""

@@ -36,9 +36,8 @@ from accelerate.data_loader.resume import keep_source_state, restore_stream, sou
 from accelerate.data_loader.samplers import shard_of
 from accelerate.devices import of_device
 from accelerate.display import track
-from accelerate.monitoring import DATA, MOVING
 from accelerate.nested import find_device, ignorant_find_batch_size, send_to_device
-from accelerate.state import services, step_clock
+from accelerate.state import Observers, run_observers, services
 
 _END = object()
 T = TypeVar("T")
@@ -54,47 +53,6 @@ class WorkersObserver:
 
     def follow(self, iterator: Any) -> None:
         """Observes the workers of an iterator in the thread that waits for them."""
-
-
-class BatchObserver:
-    """Observer of the loop over a prepared loader, a service of the run.
-
-    Attributes:
-        is_paused: Whether another object reads the loader, possibly ahead of the loop.
-    """
-
-    is_paused: bool = False
-
-    def batch_used(self, loader: Any) -> None:
-        """Handles the end of the use of a batch, before its loader reads on, in the thread of the loop."""
-
-
-def end_batch(loader: Any, steps: int = -1) -> None:
-    """Ends the use of the batch just yielded, before the next one is read.
-
-    Args:
-        loader: The prepared loader.
-        steps: Number of optimizer steps when the pass began. A pass without steps, such as an evaluation in
-            the body of another loop, is not observed.
-    """
-    observer = services.find(BatchObserver)
-    if observer is not None and not observer.is_paused and step_clock.steps != steps:
-        observer.batch_used(loader)
-    step_clock.switch(DATA)
-
-
-@contextmanager
-def observer_paused() -> Iterator[None]:
-    """Pauses the observer while an object reads a loader for the loop, and calls `end_batch` itself."""
-    observer = services.find(BatchObserver)
-    if observer is None:
-        yield
-        return
-    observer.is_paused = True
-    try:
-        yield
-    finally:
-        observer.is_paused = False
 
 
 class LastMark:
@@ -132,7 +90,9 @@ def yield_batches(
     is_unsharded = loader.plan.mode == "unsharded" and loader.plan != UNPREPARED
     full: int | None = None
     is_first = True
-    begin = step_clock.begin_pass(loader.num_workers)
+    observers = run_observers()
+    for observe in observers.pass_begun:
+        observe(loader)
     try:
         for batch in batches:
             rows = ignorant_find_batch_size(batch)
@@ -160,15 +120,25 @@ def yield_batches(
             position.consumed += consumed
             if move is not None:
                 batch = move(batch)
-            step_clock.begin_forward(rows or 0)
+            for observe in observers.batch_read:
+                observe(rows or 0)
             loader.latest_batch, loader.read_at = batch, perf_counter_ns()
             yield batch
             loader.latest_batch = None
-            end_batch(loader, begin.steps)
+            end_use(loader, observers)
             number += 1
     finally:
         loader.latest_batch = None
-        step_clock.end_pass(begin)
+        for observe in observers.pass_ended:
+            observe(loader)
+
+
+def end_use(loader: Any, observers: Observers) -> None:
+    """Ends the use of the batch just yielded, before the next one is read."""
+    for observe in observers.batch_used:
+        observe(loader)
+    for observe in observers.before_read:
+        observe()
 
 
 # Opening a pass
@@ -439,9 +409,11 @@ def choose_move(device: Any, non_blocking: bool) -> Callable[[Any], Any] | None:
     if device is None:
         return None
     if not of_device(torch.device(device)).is_host:
+        observers = run_observers()
 
         def send(batch: Any) -> Any:
-            step_clock.switch(MOVING)
+            for observe in observers.before_move:
+                observe()
             return send_to_device(batch, device, non_blocking=non_blocking)
 
         return send

@@ -1,9 +1,9 @@
 """Timer of the phases of a training step, which runs in every step of every run.
 
-The hooks of loaders, `Accelerator.backward`, collectives, optimizers and saves call it where a phase begins.
-One phase is current at any time, so the phases add up to the wall time; a phase inside another one is not
-part of the outer one. `run_monitor.py` reads the closed windows, and `Accelerator.step_times` the times of
-the whole run.
+It is an observer of each run: `pass_begun` to `after_step` are called at the events of loaders, backward
+passes and optimizers. Collectives and saves call `wait_for_ranks` and `phase`. One phase is current at any
+time, so the phases add up to the wall time; a phase inside another one is not part of the outer one.
+`run_monitor.py` reads the closed windows, and `Accelerator.step_times` the times of the whole run.
 
 A call takes no lock and waits for nothing. Calls from threads other than the training thread have no effect.
 """
@@ -16,9 +16,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from threading import get_ident
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from accelerate.monitoring.device_clock import DeviceClock, TimedEvents
 from accelerate.monitoring.records import PHASES
@@ -157,18 +158,22 @@ class ClosedWindow:
     recovery: dict[str, float] = field(default_factory=dict)  # as in `Window`
 
 
-@dataclass(frozen=True)
-class LoaderPass:
-    """State of the clock at the beginning of a pass over a loader."""
+class Stepped(Protocol):
+    """Protocol of an optimizer.
 
-    time: float
-    steps: int
+    Attributes:
+        num_updates: Number of its updates, over all starts of a run.
+    """
+
+    num_updates: int
 
 
 class StepClock:
     """Timer of the phases of each step, which is one object for the lifetime of the process."""
 
     def __init__(self) -> None:
+        self.before_read = partial(self.switch, DATA)
+        self.before_move = partial(self.switch, MOVING)
         self.reset()
 
     def reset(self) -> None:
@@ -199,6 +204,9 @@ class StepClock:
         self._data_read = 0.0  # seconds of DATA until the last batch
         self._waited = 0.0  # seconds of waiting for batches since the last step
         self._num_first_batches = 0  # batches of this pass that are still the first of a worker
+        self._passes: dict[int, list[tuple[float, int]]] = {}  # time and steps when they began, by loader
+        self._after_backward = REST  # phase after the current backward pass
+        self._gradients_at = 0.0  # when it had computed all gradients, before it waits for other ranks
         self.restart_numbers()
 
     def restart_numbers(self) -> None:
@@ -242,13 +250,13 @@ class StepClock:
         finally:
             self.resume(before)
 
-    def begin_pass(self, num_workers: int) -> LoaderPass:
-        """Begins a pass over a loader with so many workers, and returns the argument of `end_pass`."""
+    def pass_begun(self, loader: Any) -> None:
+        """Begins a pass over a loader, in which the first batch of each worker is no wait."""
         if self.switch(DATA) != OTHER_THREAD:
-            self._num_first_batches = max(num_workers, 1)
-        return LoaderPass(self.since, self.steps)
+            self._num_first_batches = max(loader.num_workers, 1)
+        self._passes.setdefault(id(loader), []).append((self.since, self.steps))
 
-    def begin_forward(self, samples: int) -> None:
+    def batch_read(self, samples: int) -> None:
         """Begins the forward pass of a batch of so many samples."""
         if self.switch(FORWARD) == OTHER_THREAD:
             return
@@ -262,13 +270,19 @@ class StepClock:
             self._waited += data - self._data_read
         self._data_read = data
 
-    def end_pass(self, begin: LoaderPass) -> None:
+    def pass_ended(self, loader: Any) -> None:
         """Ends a pass over a loader, which was an evaluation if no optimizer has stepped in it."""
+        open_passes = self._passes.pop(id(loader), [])
+        if not open_passes:  # it began before a reset
+            return
+        began_at, steps = open_passes.pop()
+        if open_passes:
+            self._passes[id(loader)] = open_passes
         if self.switch(REST) == OTHER_THREAD:
             return
         self._data_read = self._seconds[DATA]
-        if self.steps == begin.steps:
-            self._evaluation += self.since - begin.time
+        if self.steps == steps:
+            self._evaluation += self.since - began_at
             self._waited = 0.0
 
     def wait_for_ranks(self) -> int:
@@ -276,60 +290,54 @@ class StepClock:
         phase = self.current
         return self.switch(phase if phase in _KEEPS_COLLECTIVES else COLLECTIVES)
 
-    def end_gradients(self) -> float:
-        """Records that a backward pass has computed all gradients, and returns the time for `end_backward`.
+    def before_backward(self, loss: object, arguments: object) -> None:
+        """Begins a backward pass, which is inside of the step of an optimizer if a closure runs it."""
+        before = self.switch(BACKWARD)
+        if before != OTHER_THREAD:
+            self._after_backward = before if before == OPTIMIZER else REST
+            self._gradients_at = 0.0
+
+    def end_gradients(self) -> None:
+        """Records that a backward pass has computed all gradients, and waits for other ranks.
 
         Any thread may call it, because the training thread waits in the backward pass.
         """
-        now = perf_counter()
+        self._gradients_at = now = perf_counter()
         if self._device is not None:
             self._device.mark(COLLECTIVES, now)
-        return now
 
-    def end_backward(self, before: int, gradients_at: float) -> None:
-        """Ends a backward pass, which has waited for other ranks since its gradients were computed.
-
-        Args:
-            before: Result of the `switch` to the backward pass.
-            gradients_at: Result of `end_gradients`, or 0 if it was not called.
-        """
-        if before == OTHER_THREAD:
+    def after_backward(self) -> None:
+        """Ends a backward pass."""
+        if get_ident() != self.owner:
             return
-        if gradients_at > self.since:
-            self._seconds[self.current] += gradients_at - self.since
-            self.since = gradients_at
+        if self._gradients_at > self.since:
+            self._seconds[self.current] += self._gradients_at - self.since
+            self.since = self._gradients_at
             self.current = COLLECTIVES
-        self.switch(before if before == OPTIMIZER else REST)  # a closure runs inside of the optimizer
+        self.switch(self._after_backward)
 
-    def begin_step(self) -> int:
-        """Begins the step of an optimizer, and returns the argument of `end_step`."""
-        return self.switch(OPTIMIZER)
+    def before_step(self, optimizer: object) -> None:
+        """Begins the step of an optimizer."""
+        self.switch(OPTIMIZER)
 
-    def end_step(self, before: int, optimizer: int, updates: int, number: int) -> None:
+    def after_step(self, optimizer: Stepped, updates: int) -> None:
         """Ends the step of an optimizer.
 
         The thread that steps the leader becomes the training thread, whichever thread built the run.
 
         Args:
-            before: Result of `begin_step`.
-            optimizer: Id of the optimizer.
+            optimizer: The optimizer.
             updates: Number of updates of the parameters, which is 0 if the step was skipped or has failed.
-            number: Number of all updates by this optimizer.
         """
-        self.switch(REST)
+        is_owner = self.switch(REST) != OTHER_THREAD
         if not updates:
             self.num_skipped += 1
             return
-        if before == OTHER_THREAD and not self._accepts_thread(optimizer):
-            return
-        steps = self._count_steps(optimizer, number)
+        steps = 1
+        if id(optimizer) != self._leader or self._followers or not is_owner:
+            steps = self._count_steps(id(optimizer), optimizer.num_updates, is_owner=is_owner)
         if not steps:
             return
-        if before == OTHER_THREAD:
-            self.owner = get_ident()
-            self.switch(REST)
-        if not self.steps:
-            self._begin_run()
         self.steps += steps
         self.number += steps
         self._waits += self._waited
@@ -345,24 +353,27 @@ class StepClock:
             return True
         return all(thread.ident != self.owner for thread in threading.enumerate())
 
-    def _count_steps(self, optimizer: int, number: int) -> int:
+    def _count_steps(self, optimizer: int, number: int, *, is_owner: bool) -> int:
         """Returns the number of steps that an update completes.
 
         An update by the leader is a step. Updates by other optimizers belong to the same step, until one of
         them has two in a row without the leader: then it is the new leader, and both are steps.
         """
-        if optimizer == self._leader:
-            if self._followers:
-                self._followers.clear()
-            return 1
-        if self._leader and optimizer not in self._followers:
+        if not is_owner and not self._accepts_thread(optimizer):
+            return 0
+        if optimizer != self._leader and self._leader and optimizer not in self._followers:
             self._followers.add(optimizer)
             return 0
-        steps = 2 if self._leader else 1
+        steps = 2 if self._leader not in (0, optimizer) else 1
         if not self._leader:
             self.number = number - 1
         self._leader = optimizer
         self._followers.clear()
+        if not is_owner:
+            self.owner = get_ident()
+            self.switch(REST)
+        if not self.steps:
+            self._begin_run()
         return steps
 
     def _begin_run(self) -> None:

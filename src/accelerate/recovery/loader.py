@@ -17,13 +17,12 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from accelerate.base import CheckpointError, wrong_value
 from accelerate.data_loader import (
     DataLoaderStateMixin,
-    end_batch,
-    observer_paused,
+    end_use,
     skip_before_sharding,
     skip_first_batches,
 )
 from accelerate.recovery.membership import Members
-from accelerate.state import GradientState, step_clock
+from accelerate.state import GradientState, run_observers, step_clock
 
 if TYPE_CHECKING:
     from accelerate.recovery.session import Recovery
@@ -91,6 +90,7 @@ class RecoveryLoader(DataLoaderStateMixin):
         if number > self.epoch:  # an iterator over the pass before is still open
             self.epoch, self.position = number, 0
         readers: dict[Any, Any] = {}
+        observers = run_observers()
         read_to = (-1, -1)
         self.begin()
         try:
@@ -112,7 +112,7 @@ class RecoveryLoader(DataLoaderStateMixin):
                     _close(readers)
                     readers.update((source, self._open(source)) for source in dict.fromkeys(sources))
                 for index, source in zip(own, sources, strict=True):
-                    with observer_paused():
+                    with observers.reading_ahead():
                         batch = next(readers[source])
                     is_last = index == own[-1]
                     is_end = self.position + self._count >= self._num_micro_batches
@@ -125,7 +125,7 @@ class RecoveryLoader(DataLoaderStateMixin):
                         loss_scale=self._loss_scale(index, members),
                     )
                     yield batch
-                    end_batch(self)
+                    end_use(self, observers)
                 read_to = self.epoch, self.position + self._count
                 self._recovery.check_step()
                 if self.position == before:  # the step was not committed, and is repeated

@@ -31,7 +31,7 @@ from accelerate.recovery.loader import RecoveryLoader, check_loader
 from accelerate.recovery.membership import Members, Membership
 from accelerate.recovery.run import Run
 from accelerate.recovery.transport import MemberLostError, MemberTransport
-from accelerate.state import GradientState, Leader, record_event, services, step_clock
+from accelerate.state import GradientState, Leader, record_event, run_observers, services, step_clock
 
 logger = get_logger(__name__)
 
@@ -119,6 +119,7 @@ class Recovery:
         is_first = run.replica == 0 and not self._ask_store(self._has_begun)
         self._leader = services.put(Leader, Leader(is_first, self._wait_for_others))
         services.put(Recovery, self, end=self._shut_down)
+        run_observers().add(self)
 
     def _check(self) -> None:
         """Raises an error for settings that do not work with replica groups."""
@@ -340,7 +341,7 @@ class Recovery:
             state.restore_values()
         self._kept = []
 
-    def begin_backward(self) -> None:
+    def before_backward(self, loss: object, arguments: object) -> None:
         """Takes the sums of earlier backward passes of this step, which are not to be added up again."""
         if self.in_pass and self._outcome is not None:
             raise StateError(
@@ -357,7 +358,7 @@ class Recovery:
                 self._sums.append((parameter, earlier.clone() if torch_private.is_view(earlier) else earlier))
                 parameter.grad = None
 
-    def end_backward(self) -> None:
+    def after_backward(self) -> None:
         """Adds up the gradients of all members, after a backward pass of the last micro-batch."""
         if not (self.in_pass and self._gradients.sync_gradients):
             return

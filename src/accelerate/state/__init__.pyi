@@ -51,6 +51,7 @@ from accelerate.state.environments import (
 )
 from accelerate.state.exits import closed_at_exit as closed_at_exit
 from accelerate.state.gradient import GradientState as GradientState
+from accelerate.state.observers import Observers as Observers, run_observers as run_observers
 from accelerate.state.partial import PartialState as PartialState, wait_for_everyone as wait_for_everyone
 from accelerate.state.processes import (
     ProcessControl as ProcessControl,

@@ -47,6 +47,9 @@ class DrivingLoader:
         Args:
             loaders: The loaders that are being read, the outermost first.
         """
+        if not loaders:
+            self._reference, self._others, self.is_uncertain = None, set(), False
+            return False
         loader = self._find(loaders)
         self._reference = None if loader is None else weakref.ref(loader)
         if loader is None:
@@ -60,8 +63,8 @@ class DrivingLoader:
     def _find(self, loaders: Sequence[Any]) -> Any:
         others, self._others = self._others, set()
         self.is_uncertain = False
-        if len(loaders) < 2:
-            return loaders[0] if loaders else None
+        if len(loaders) == 1:
+            return loaders[0]
         before, self._positions = self._positions, {id(loader): _position(loader) for loader in loaders}
         delivered = [loader for loader in loaders if self._positions[id(loader)] != before.get(id(loader))]
         self.is_uncertain = not others.isdisjoint(map(id, delivered))

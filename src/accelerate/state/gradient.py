@@ -106,14 +106,16 @@ class GradientState(SharedState):
         Args:
             driver: It finds the loader if several are being read, and `follow` has not set it.
         """
-        references = self._dataloader_references_ref[1:]
-        if len(references) > 1:
-            loaders, known = self.dataloader_references[1:], self._driving and self._driving()
+        references = self._dataloader_references_ref
+        if len(references) > 2:
+            loaders, known = self.open_loaders(), self._driving and self._driving()
             if known is None or not any(loader is known for loader in loaders):
                 driver.begin_micro_batch(loaders)
                 known = driver.loader
-            references = [found for found in references if found is not None and found() is known]
-        return 0 if not references or references[-1] is None else references[-1].number
+            others = [found for found in references if found is not None and found() is known]
+            return others[-1].number if others else 0
+        reference = references[-1]
+        return 0 if reference is None else reference.number
 
     def is_behind(self, number: int) -> bool:
         """Returns whether the pass of this number has ended, and no other pass has begun since then."""
@@ -152,6 +154,11 @@ class GradientState(SharedState):
         for loader in references:
             if loader is not None:
                 self._add_dataloader(loader)
+
+    def open_loaders(self) -> list[Any]:
+        """Returns the loaders that are being read, the outermost first."""
+        references = self._dataloader_references_ref
+        return self.dataloader_references[1:] if len(references) > 1 else []
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Sets whether gradients are synchronized in this pass.

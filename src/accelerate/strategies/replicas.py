@@ -151,7 +151,7 @@ class ReplicaCheck:
 
     def _is_off(self, optimizer: AcceleratedOptimizer) -> bool:
         """Returns whether ranks may take different steps, or the `Accelerator` has been deleted."""
-        is_apart = optimizer.is_joined or optimizer.commit is not None
+        is_apart = optimizer.is_joined or bool(optimizer.conditions)
         return is_apart or self.strategy is None or self.is_joining()
 
     # Comparison

@@ -178,7 +178,7 @@ def test_steps_that_the_scaler_skips_do_not_count() -> None:
 def test_steps_that_the_replica_groups_do_not_commit_do_not_count() -> None:
     accelerator, model, optimizer = prepared()
     ema = accelerator.average(model, decay=0.0)
-    optimizer.commit = lambda: False
+    optimizer.conditions = (lambda: False,)
     before = averaged(ema)
     model.enter.weight.data.add_(1)  # would show
     step(accelerator, model, optimizer)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from accelerate.monitoring import BACKWARD, DATA, FORWARD, PHASES, SAVING, StepClock, device_clock
 from accelerate.monitoring.step_clock import COLLECTIVES
+
+from .clocked import Loader, step
 
 MODULE = "accelerate.monitoring.step_clock"
 
@@ -90,16 +93,15 @@ def run_step(
     """Run one step of optimizer 7; `host` is what the host takes to launch each kernel."""
     clock.switch(DATA)
     device.host(1e-4)
-    clock.begin_forward(4)
+    clock.batch_read(4)
     device.launch(forward, host)
     in_forward()
-    before = clock.switch(BACKWARD)
+    clock.before_backward(None, {})
     device.launch(backward, host)
-    clock.end_backward(before, 0.0)
+    clock.after_backward()
     device.host(1e-4)
-    before = clock.begin_step()
-    device.launch(optimizer, host)
-    clock.end_step(before, 7, 1, number)
+    with step(clock, 7, number):
+        device.launch(optimizer, host)
     device.host(1e-4)
 
 
@@ -167,11 +169,11 @@ def test_each_window_has_the_shares_of_the_device(device: Device) -> None:
 def test_the_end_of_a_backward_pass_waits_on_the_device(device: Device) -> None:
     clock = make_clock(device)
     clock.switch(DATA)
-    before = clock.switch(BACKWARD)
+    clock.before_backward(None, {})
     device.launch(0.2)
-    computed = clock.end_gradients()
+    clock.end_gradients()
     device.launch(0.6)  # the stream waits for that of the collectives
-    clock.end_backward(before, computed)
+    clock.after_backward()
     shares = read(clock, device)
     assert shares["collectives"] == pytest.approx(0.75, abs=0.01)
     assert shares["backward"] == pytest.approx(0.25, abs=0.01)
@@ -251,11 +253,11 @@ def test_rounds_that_accumulate_are_read_before_their_step(device: Device) -> No
     clock = make_clock(device)
     for _ in range(200):
         clock.switch(DATA)
-        clock.begin_forward(4)
+        clock.batch_read(4)
         device.launch(0.3)
-        before = clock.switch(BACKWARD)
+        clock.before_backward(None, {})
         device.launch(0.1)
-        clock.end_backward(before, 0.0)
+        clock.after_backward()
         device.wait()
     assert device.num_events < 20
     assert read(clock, device)["forward"] == pytest.approx(0.75, abs=0.01)
@@ -279,14 +281,14 @@ def test_an_evaluation_after_training_has_no_backward_pass(device: Device) -> No
     for number in range(1, 11):
         run_step(clock, device, number, forward=0.35)
     backward = 10 * 0.1
-    begin = clock.begin_pass(0)
+    clock.pass_begun(begin := Loader())
     for _ in range(20):
         device.host(1e-4)
-        clock.begin_forward(4)
+        clock.batch_read(4)
         device.launch(1.0)
         device.wait()
         clock.switch(DATA)
-    clock.end_pass(begin)
+    clock.pass_ended(begin)
     clock.times()
     device.wait()
     assert clock.times().seconds_by["backward"] == pytest.approx(backward, rel=0.02)
@@ -311,12 +313,10 @@ def test_the_phases_always_add_up_to_the_time_of_the_host(calls: list[tuple[str,
             if name in phases:
                 clock.switch(phases[name])
             if name == "pass":
-                clock.begin_pass(0)
-            before = clock.begin_step() if name == "step" else 0
-            device.launch(kernel, host)
-            if name == "step":
-                number += 1
-                clock.end_step(before, 7, 1, number)
+                clock.pass_begun(Loader())
+            number += name == "step"
+            with step(clock, 7, number) if name == "step" else nullcontext():
+                device.launch(kernel, host)
             if name == "save":
                 with clock.phase(SAVING):
                     device.launch(kernel, host)

@@ -6,7 +6,9 @@ import threading
 
 import pytest
 
-from accelerate.monitoring import BACKWARD, DATA, FORWARD, OPTIMIZER, SAVING, StepClock, step_clock
+from accelerate.monitoring import DATA, FORWARD, SAVING, StepClock, step_clock
+
+from .clocked import Loader, take_step
 
 MODULE = "accelerate.monitoring.step_clock"
 
@@ -32,12 +34,12 @@ def run_step(clock: StepClock, time: Time, number: int, data: float, forward: fl
     """Runs one step of optimizer 7."""
     clock.switch(DATA)
     time.now += data
-    clock.begin_forward(4)
+    clock.batch_read(4)
     time.now += forward
-    before = clock.switch(BACKWARD)
+    clock.before_backward(None, {})
     time.now += backward
-    clock.end_backward(before, 0.0)
-    clock.end_step(clock.begin_step(), 7, 1, number)
+    clock.after_backward()
+    take_step(clock, 7, number)
 
 
 def test_phases_add_up_and_an_inner_phase_is_no_part_of_the_outer_one(time: Time) -> None:
@@ -45,7 +47,7 @@ def test_phases_add_up_and_an_inner_phase_is_no_part_of_the_outer_one(time: Time
     time.now += 50.0  # before the first batch
     clock.switch(DATA)
     time.now += 1.0
-    clock.begin_forward(8)
+    clock.batch_read(8)
     time.now += 2.0
     before = clock.wait_for_ranks()
     time.now += 0.5
@@ -76,11 +78,11 @@ def test_collectives_inside_of_saves_and_reads_belong_to_these(time: Time) -> No
 
 def test_what_follows_the_last_gradient_of_a_backward_pass_is_a_collective(time: Time) -> None:
     clock = StepClock()
-    before = clock.switch(BACKWARD)
+    clock.before_backward(None, {})
     time.now += 3.0
-    computed = time.now
+    clock.end_gradients()
     time.now += 2.0
-    clock.end_backward(before, computed)
+    clock.after_backward()
     times = clock.times()
     assert (times.seconds_by["backward"], times.seconds_by["collectives"]) == (3.0, 2.0)
 
@@ -90,22 +92,22 @@ def test_steps_of_several_optimizers_are_one_step(time: Time) -> None:
     for number in range(1, 4):
         time.now += 1.0
         for optimizer in (7, 8):
-            clock.end_step(clock.switch(OPTIMIZER), optimizer, 1, number)
+            take_step(clock, optimizer, number)
     assert clock.times().steps == 3
 
 
 def test_a_step_that_is_left_out_is_not_counted(time: Time) -> None:
     clock = StepClock()
-    clock.end_step(clock.switch(OPTIMIZER), 7, 1, 1)
-    clock.end_step(clock.switch(OPTIMIZER), 7, 0, 1)
+    take_step(clock, 7, 1)
+    take_step(clock, 7, 1, updates=0)
     assert clock.times().steps == 1
 
 
 def test_numbers_that_a_checkpoint_has_changed_are_no_steps(time: Time) -> None:
     clock = StepClock()
-    clock.end_step(clock.switch(OPTIMIZER), 7, 1, 1)
+    take_step(clock, 7, 1)
     clock.restart_numbers()
-    clock.end_step(clock.switch(OPTIMIZER), 7, 1, 501)
+    take_step(clock, 7, 501)
     assert clock.times().steps == 2
 
 
@@ -166,16 +168,16 @@ def test_no_step_of_a_second_stage_is_lost(time: Time, steps: int) -> None:
     for optimizer, count in ((7, 3), (8, 1 + steps)):
         for number in range(1, count + 1):
             time.now += 1.0
-            clock.end_step(clock.begin_step(), optimizer, 1, number)
+            take_step(clock, optimizer, number)
     assert clock.times().steps == clock.number == 3 + 1 + steps
 
 
 def test_an_optimizer_that_steps_more_often_counts_the_steps(time: Time) -> None:
     clock = StepClock()
     for number in range(1, 101):
-        clock.end_step(clock.begin_step(), 7, 1, number)
+        take_step(clock, 7, number)
         for update in (2 * number - 1, 2 * number):
-            clock.end_step(clock.begin_step(), 8, 1, update)
+            take_step(clock, 8, update)
     assert 200 <= clock.times().steps <= 201
 
 
@@ -183,16 +185,16 @@ def test_waits_are_those_of_training_without_first_batches(time: Time) -> None:
     clock = StepClock()
     number = 0
     for waits, trains in (((50.0, 0.5, 0.25), True), ((9.0, 9.0), False), ((70.0, 0.25), True)):
-        begin = clock.begin_pass(0)
+        clock.pass_begun(begin := Loader(0))
         for wait in waits:
             time.now += wait
-            clock.begin_forward(4)
+            clock.batch_read(4)
             time.now += 1.0
             if trains:
                 number += 1
-                clock.end_step(clock.begin_step(), 7, 1, number)
+                take_step(clock, 7, number)
             clock.switch(DATA)
-        clock.end_pass(begin)
+        clock.pass_ended(begin)
     times = clock.times()
     assert times.waits == pytest.approx(1.0)
     assert times.evaluation == pytest.approx(20.0)
@@ -201,33 +203,33 @@ def test_waits_are_those_of_training_without_first_batches(time: Time) -> None:
 
 def test_the_first_batch_of_each_worker_is_no_wait(time: Time) -> None:
     clock = StepClock()
-    begin = clock.begin_pass(3)
+    clock.pass_begun(begin := Loader(3))
     for number, wait in enumerate((9.0, 8.0, 7.0, 0.5, 0.25), 1):
         time.now += wait
-        clock.begin_forward(4)
-        clock.end_step(clock.begin_step(), 7, 1, number)
+        clock.batch_read(4)
+        take_step(clock, 7, number)
         clock.switch(DATA)
-    clock.end_pass(begin)
+    clock.pass_ended(begin)
     assert clock.times().waits == 0.75
 
 
 def test_an_evaluation_inside_of_a_pass_is_no_wait_of_training(time: Time) -> None:
     clock = StepClock()
-    begin = clock.begin_pass(0)
+    clock.pass_begun(begin := Loader(0))
     for number in range(1, 11):
         time.now += 0.1
-        clock.begin_forward(4)
-        clock.end_step(clock.begin_step(), 7, 1, number)
+        clock.batch_read(4)
+        take_step(clock, 7, number)
         if number == 5:
-            inner = clock.begin_pass(0)
+            clock.pass_begun(inner := Loader(0))
             for _ in range(3):
                 time.now += 5.0
-                clock.begin_forward(4)
+                clock.batch_read(4)
                 clock.switch(DATA)
             time.now += 5.0
-            clock.end_pass(inner)
+            clock.pass_ended(inner)
         clock.switch(DATA)
-    clock.end_pass(begin)
+    clock.pass_ended(begin)
     assert clock.times().waits == pytest.approx(0.9)
     assert clock.times().evaluation == pytest.approx(20.0)
 
@@ -255,7 +257,7 @@ def test_a_second_thread_that_trains_at_the_same_time_is_not_counted(time: Time)
 
     def train(optimizer: int) -> None:
         for number in range(1, 11):
-            clock.end_step(clock.begin_step(), optimizer, 1, number)
+            take_step(clock, optimizer, number)
 
     for optimizer, expected in ((8, 1), (7, 11)):
         thread = threading.Thread(target=train, args=(optimizer,))
@@ -270,12 +272,12 @@ def test_phases_of_threads_that_do_not_train_have_no_effect(time: Time) -> None:
     time.now += 1.0
 
     def call() -> None:
-        begin = clock.begin_pass(0)
-        clock.begin_forward(4)
-        before = clock.switch(BACKWARD)
+        clock.pass_begun(begin := Loader(0))
+        clock.batch_read(4)
+        clock.before_backward(None, {})
         time.now += 1.0
-        clock.end_backward(before, 0.0)
-        clock.end_pass(begin)
+        clock.after_backward()
+        clock.pass_ended(begin)
 
     thread = threading.Thread(target=call)
     thread.start()
@@ -314,6 +316,6 @@ def test_items_and_flops_belong_to_the_window_of_their_steps(time: Time) -> None
 
 def test_skipped_steps_are_counted_apart(time: Time) -> None:
     clock = StepClock()
-    clock.end_step(clock.begin_step(), 7, 0, 0)
-    clock.end_step(clock.begin_step(), 7, 1, 1)
+    take_step(clock, 7, 0, updates=0)
+    take_step(clock, 7, 1)
     assert (clock.steps, clock.num_skipped) == (1, 1)

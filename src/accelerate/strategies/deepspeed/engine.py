@@ -152,7 +152,8 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             raise wrong_value("closure", closure, "DeepSpeed's engine steps without one", "Leave it out")
         self.record_pass()
         if self.gradient_state.sync_gradients:
-            before, updates = step_clock.begin_step(), self.num_updates
+            updates = self.num_updates
+            step_clock.before_step(self)
             for observer in self.observers:
                 observer.before_step(self)
             if self.run_step is not None:
@@ -160,7 +161,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             self.num_updates += not self.step_was_skipped
             for observer in self.observers if self.num_updates != updates else ():
                 observer.after_update(self)
-            step_clock.end_step(before, id(self), self.num_updates - updates, self.num_updates)
+            step_clock.after_step(self, self.num_updates - updates)
 
     @property
     def step_was_skipped(self) -> bool:

@@ -348,9 +348,10 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Counts the step that the engine has run."""
-        before, updates = step_clock.begin_step(), self.num_updates
+        updates = self.num_updates
+        step_clock.before_step(self)
         self.num_updates += not self.step_was_skipped
-        step_clock.end_step(before, id(self), self.num_updates - updates, self.num_updates)
+        step_clock.after_step(self, self.num_updates - updates)
 
     @property
     def step_was_skipped(self) -> bool:
