@@ -22,6 +22,11 @@ class Calls:
     by_function: Counter[tuple[str, int]]
 
     @property
+    def total(self) -> int:
+        """Number of calls."""
+        return self.by_function.total()
+
+    @property
     def functions(self) -> int:
         """Number of functions that were called."""
         return len(self.by_function)

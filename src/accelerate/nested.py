@@ -283,7 +283,8 @@ def find_batch_size(data: Any) -> int:
 
 def ignorant_find_batch_size(data: Any) -> int | None:
     """Returns the batch size of a structure, or None when it has none."""
-    first = data  # the usual structures are searched without a generator: this is called for each batch
+    # The usual structures are searched without a generator, because this is called for each batch.
+    first = data[0] if type(data) is list and data else data
     while type(first) in _PLAIN and first:
         first = next(iter(first.values())) if type(first) is dict else first[0]
     if type(first) is torch.Tensor and (shape := first.shape):

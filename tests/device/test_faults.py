@@ -50,7 +50,7 @@ def staging_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def batches_left_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loaders, "choose_move", lambda device, non_blocking: None)
+    patch.setattr(loaders, "choose_move", lambda device, non_blocking, batch: None)
 
 
 def optimizers_keep_old_parameters(patch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def inputs_left_where_they_are(patch: pytest.MonkeyPatch) -> None:
 def batches_moved_on_a_stream_without_a_wait(patch: pytest.MonkeyPatch) -> None:
     side = torch.Stream("sim")
 
-    def choose_move(device: Any, non_blocking: bool) -> Any:
+    def choose_move(device: Any, non_blocking: bool, first: Any) -> Any:
         def move(batch: Any) -> Any:
             with side:
                 return send_to_device(batch, device, non_blocking=True)

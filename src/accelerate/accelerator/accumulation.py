@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -24,11 +24,8 @@ from accelerate.held_gradients import HeldGradients
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallelism_config import Data, axes_with
+from accelerate.recovery import ReplicaGroups
 from accelerate.state import DrivingLoader, GradientState, mesh_sizes
-
-if TYPE_CHECKING:
-    from accelerate.recovery import Recovery
-
 
 logger = get_logger(__name__)
 
@@ -61,13 +58,15 @@ class Accumulation:
         strategy: Strategy whose `no_sync` keeps gradients local.
         gradients: State that says whether the current micro-batch synchronizes gradients.
         prepared: Prepared models and optimizers.
-        recovery: Replica groups of the run, whose loaders say which micro-batch synchronizes gradients.
+        groups: Replica groups of the run, whose loaders may begin the micro-batches.
 
     Attributes:
         current: Position of the models whose micro-batch has begun last, or None before the first one.
         weighting: Weighting of the losses in a window whose items are counted, and None otherwise, when the
             micro-batches of a window have equal weights.
         is_joined: Whether ranks may have different numbers of batches now.
+        is_driven: Whether a loader begins the micro-batches, and not `accumulate`.
+        loss_factor: Factor of losses while a loader begins the micro-batches, besides that of the window.
         trained: Optimizers of the current windows of several micro-batches, by models.
     """
 
@@ -76,10 +75,11 @@ class Accumulation:
         strategy: strategies.Strategy,
         gradients: GradientState,
         prepared: strategies.Prepared,
-        recovery: Recovery | None = None,
+        groups: ReplicaGroups,
     ) -> None:
         self.strategy, self.gradients, self.prepared = strategy, gradients, prepared
-        self.recovery = recovery
+        self.groups = groups
+        self.is_driven, self.loss_factor = False, 1.0
         self.current: MicroBatches | None = None
         self.weighting: LossWeighting | None = None
         self.is_joined = False
@@ -88,8 +88,7 @@ class Accumulation:
         self.trained: dict[tuple[nn.Module, ...], list[AcceleratedOptimizer]] = {}
         self._undivided = UndividedSteps(prepared)
         self._watch: weakref.finalize[..., Any] | None = None  # of the first window of several micro-batches
-        if recovery is not None:
-            recovery.begin_window = self.begin_window
+        self.groups.drive(self)
 
     @property
     def step(self) -> int:
@@ -113,13 +112,10 @@ class Accumulation:
             models: Models whose gradients are not synchronized before the last micro-batch, or none.
             num_items: Number of items on this rank, or None for equal weights.
         """
-        if self.recovery is not None:
-            if num_items is not None:
-                reason = "the items of a step are not known when replica groups repeat it"
-                fix = "Return the mean loss, or leave --replicas out"
-                raise wrong_value("num_items", num_items, reason, fix)
-            if self.recovery.in_pass:
-                return sync_context(self, self.gradients.sync_gradients, models)
+        if num_items is not None:
+            self.groups.check_use("num_items", num_items)
+        if self.is_driven:
+            return sync_context(self, self.gradients.sync_gradients, models)
         key = tuple(models) if len(models) < 2 else frozenset(models)
         current = self._sets.get(key)
         if current is None:
@@ -218,7 +214,7 @@ class Accumulation:
 
     def _num_summed(self) -> int:
         """Returns the number of ranks, over all replica groups, whose gradients the last micro-batch sums."""
-        return self.strategy.replicas * (1 if self.recovery is None else self.recovery.num_replicas)
+        return self.strategy.replicas * self.groups.num_replicas
 
     def begin_backward(self) -> None:
         """Begins a backward pass, before the loss is scaled."""
@@ -311,8 +307,8 @@ class Accumulation:
         if self.weighting is not None:
             loss = self.weighting.scale(loss)
             return loss * 0 if self.is_filler else loss
-        if self.recovery is not None:
-            loss = loss * self.recovery.loss_scale
+        if self.is_driven:
+            loss = loss * self.loss_factor
         options = self.gradients.plugin_kwargs
         if "global_batch_size" in options and (part := self.step_part()) is not None:
             if part.is_last != self.gradients.sync_gradients:
@@ -325,7 +321,7 @@ class Accumulation:
         steps = options.get("num_steps", 1) if current is None else current.num_steps
         if steps == 1:
             return loss
-        if current is None and (self.recovery is None or not self.recovery.in_pass):
+        if current is None and not self.is_driven:
             self._undivided.count_loss(steps)
         return loss / steps
 

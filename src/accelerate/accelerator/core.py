@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
@@ -158,10 +158,8 @@ class Accelerator(ProcessControl):
         del arguments["self"]
         request = build_request(environ.current(), **arguments)
         self._runtime = runtime = build_runtime(request, self, _replaceable_functions)
-        self._recovery = runtime.recovery
-        self._step_flops: accelerator.flops.StepFlops | None = None
         self._accumulation = Accumulation(
-            runtime.strategy, runtime.gradient_state, runtime.prepared, runtime.recovery
+            runtime.strategy, runtime.gradient_state, runtime.prepared, runtime.groups
         )
         self._checkpoints = RunCheckpoints(runtime, self._accumulation)
         self._trackers = Trackers()
@@ -344,58 +342,34 @@ class Accelerator(ProcessControl):
         adapted = self._runtime.strategy.adapt_loader(data_loader)
         config = self.dataloader_config
         moves = self.device_placement if device_placement is None else device_placement
-        if self._recovery is not None:
-            shared = self._recovery.prepare_loader(
-                adapted, partial(self._prepare_shard, moves=moves), self._runtime.strategy.loader_mesh
-            )
-            self._custom_objects.append(shared)
-            return strategies.mark_prepared(shared)  # type: ignore[return-value]
+        options = {
+            "num_processes": self.num_processes,
+            "process_index": self.process_index,
+            "split_batches": config.split_batches,
+            "put_on_device": moves,
+            "rng_types": self.rng_types.copy(),
+            "dispatch_batches": config.dispatch_batches,
+            "even_batches": config.even_batches,
+            "slice_fn_for_dispatch": slice_fn_for_dispatch,
+            "use_seedable_sampler": config.use_seedable_sampler,
+            "data_seed": config.data_seed,
+            "non_blocking": config.non_blocking,
+            "use_stateful_dataloader": config.use_stateful_dataloader,
+            "torch_device_mesh": self._runtime.strategy.loader_mesh,
+            "use_constant_memory_sampler": config.use_constant_memory_sampler,
+            "already_sharded": config.already_sharded,
+            "global_batch_size": self.gradient_state.global_batch_size,
+        }
         loader: Any = strategies.mark_prepared(
-            accelerator.prepare_data_loader(  # looked up now, because clients replace it
-                adapted,
-                self.device,
-                num_processes=self.num_processes,
-                process_index=self.process_index,
-                split_batches=config.split_batches,
-                put_on_device=moves,
-                rng_types=self.rng_types.copy(),
-                dispatch_batches=config.dispatch_batches,
-                even_batches=config.even_batches,
-                slice_fn_for_dispatch=slice_fn_for_dispatch,
-                use_seedable_sampler=config.use_seedable_sampler,
-                data_seed=config.data_seed,
-                non_blocking=config.non_blocking,
-                use_stateful_dataloader=config.use_stateful_dataloader,
-                torch_device_mesh=self._runtime.strategy.loader_mesh,
-                use_constant_memory_sampler=config.use_constant_memory_sampler,
-                already_sharded=config.already_sharded,
-                global_batch_size=self.gradient_state.global_batch_size,
-            )
+            self._runtime.groups.prepare_loader(adapted, self._prepare_loader, options)
         )
         if (num_steps := getattr(loader, "num_micro_batches", None)) is not None:
             self.gradient_state.plugin_kwargs["num_steps"] = num_steps
-        self._dataloaders.append(loader)
         return loader  # type: ignore[no-any-return]
 
-    def _prepare_shard(self, loader: Any, num_shards: int, index: int, moves: bool) -> Any:
-        """Returns the loader of one shard of the batches of all replica groups."""
-        assert self._recovery is not None
-        config, seed = self.dataloader_config, self._recovery.seed
-        return accelerator.prepare_data_loader(
-            loader,
-            self.device,
-            num_processes=num_shards,
-            process_index=index,
-            split_batches=config.split_batches,
-            put_on_device=moves,
-            rng_types=[],
-            dispatch_batches=False,
-            use_seedable_sampler=True,
-            data_seed=seed if config.data_seed is None else config.data_seed,
-            non_blocking=config.non_blocking,
-            use_constant_memory_sampler=config.use_constant_memory_sampler,
-            already_sharded=False,
-        )
+    def _prepare_loader(self, loader: Any, **options: Any) -> Any:
+        # Looked up now, because clients replace it.
+        return accelerator.prepare_data_loader(loader, self.device, **options)
 
     def prepare_optimizer(
         self,
@@ -417,8 +391,7 @@ class Accelerator(ProcessControl):
         moves = self.device_placement if device_placement is None else device_placement
         prepared = self._runtime.strategy.wrap_optimizer(optimizer, to_device=moves)
         strategies.divide_steps(self._runtime.strategy, prepared, whole_matrices)
-        if self._recovery is not None:
-            prepared.conditions = (*prepared.conditions, self._recovery.commit)
+        self._runtime.groups.prepare_optimizer(prepared)
         self._optimizers.append(prepared)
         self._runtime.strategy.precision.set_optimizers(self._optimizers)
         self._runtime.session.assign_optimizers()
@@ -436,8 +409,7 @@ class Accelerator(ProcessControl):
         prepared = self._runtime.strategy.wrap_scheduler(
             scheduler, self.step_scheduler_with_optimizer, self.split_batches
         )
-        if self._recovery is not None:
-            prepared.num_processes *= self._recovery.num_replicas
+        self._runtime.groups.prepare_scheduler(prepared)
         self._schedulers.append(prepared)
         return prepared  # type: ignore[return-value]  # it forwards the attributes of `scheduler`
 
@@ -512,10 +484,7 @@ class Accelerator(ProcessControl):
         if self.gradient_state.global_batch_size is not None:
             name, reason = "gradient_accumulation_steps", "it follows from global_batch_size"
             raise wrong_value(name, gradient_accumulation_steps, reason, "Leave it out")
-        if self._recovery is not None and self._recovery.in_pass:
-            name, fix = "gradient_accumulation_steps", "Set it between two passes over a loader"
-            reason = "replica groups have divided the batches of this step"
-            raise wrong_value(name, gradient_accumulation_steps, reason, fix)
+        self._runtime.groups.check_use("gradient_accumulation_steps", gradient_accumulation_steps)
         self._runtime.gradient_state.plugin_kwargs["num_steps"] = gradient_accumulation_steps
 
     @property
@@ -594,9 +563,7 @@ class Accelerator(ProcessControl):
         Returns:
             An iterable of `Window`, each with `num_items` (of all ranks) and a length (of this rank).
         """
-        if self._recovery is not None:
-            reason = "replica groups repeat steps, and a window has batches that are read before"
-            raise wrong_value("windows", "loader", reason, "Use accumulate(), or leave --replicas out")
+        self._runtime.groups.check_use("windows", "loader")
         return Windows(self._accumulation, loader, models, num_items)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -694,9 +661,11 @@ class Accelerator(ProcessControl):
         pipelines, with modules of TransformerEngine, and where an engine (DeepSpeed, Megatron-LM)
         holds the gradients.
         """
-        if self._step_flops is None:
-            self._step_flops = accelerator.flops.StepFlops(self._runtime)
         return self._step_flops.micro_batch()
+
+    @cached_property
+    def _step_flops(self) -> accelerator.flops.StepFlops:
+        return accelerator.flops.StepFlops(self._runtime)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Runs the backward pass of an optimizer that updates parameters while gradients are computed (LOMO).
@@ -787,10 +756,6 @@ class Accelerator(ProcessControl):
 
     # Collectives
 
-    def _over_members(self, collective: Callable[[], T], alone: Callable[[], T] | None = None) -> T:
-        """Runs a collective, in a run with replica groups over the ranks of all of them."""
-        return collective() if self._recovery is None else self._recovery.run(collective, alone)
-
     def gather(self, tensor: T, *, uneven: bool = False) -> T:
         """Returns the tensors of all ranks, concatenated in dimension 0.
 
@@ -802,7 +767,7 @@ class Accelerator(ProcessControl):
         Returns:
             The same structure on each rank, in rank order.
         """
-        return self._over_members(lambda: ops.gather(tensor, uneven=uneven))
+        return self._runtime.groups.run(lambda: ops.gather(tensor, uneven=uneven))
 
     @overload
     def gather_for_metrics(self, input_data: list[T], use_gather_object: bool = False) -> list[T]: ...
@@ -831,7 +796,7 @@ class Accelerator(ProcessControl):
         Raises:
             StateError: The data is from batches of several loaders with different padding.
         """
-        return self._over_members(
+        return self._runtime.groups.run(
             lambda: accelerator.metrics.gather_for_metrics(
                 self._runtime.gradient_state, input_data, use_gather_object
             ),
@@ -860,7 +825,7 @@ class Accelerator(ProcessControl):
         Raises:
             ConfigurationError: The weight is not a number or a tensor, or does not fit the value.
         """
-        return self._over_members(lambda: accelerator.metrics.weighted_mean(value, weight))
+        return self._runtime.groups.run(lambda: accelerator.metrics.weighted_mean(value, weight))
 
     def reduce(self, tensor: T, reduction: ops.ReductionName = "sum", scale: float = 1.0) -> T:
         """Returns tensors reduced over all ranks, element by element.
@@ -870,7 +835,7 @@ class Accelerator(ProcessControl):
             reduction: "sum", "mean", "max", "min" or "none".
             scale: Factor of the result.
         """
-        return self._over_members(lambda: ops.reduce(tensor, reduction, scale))
+        return self._runtime.groups.run(lambda: ops.reduce(tensor, reduction, scale))
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
         """Returns tensors padded to the largest size of all ranks, so that they can be gathered.
@@ -881,7 +846,7 @@ class Accelerator(ProcessControl):
             pad_index: Value of the padding.
             pad_first: Whether the padding is before the data.
         """
-        return self._over_members(
+        return self._runtime.groups.run(
             lambda: ops.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
         )
 
@@ -893,8 +858,7 @@ class Accelerator(ProcessControl):
         `max_time` or of a SLURM allocation, `stop_file`, `save_file`, and a preemption that Ray Train
         announces. Read it before `should_stop`.
         """
-        is_requested = self._stop_requests.read_save()
-        return is_requested if self._recovery is None else self._recovery.read_request("save", is_requested)
+        return self._runtime.groups.read_request("save", self._stop_requests.read_save())
 
     @property
     def should_stop(self) -> bool:
@@ -903,8 +867,7 @@ class Accelerator(ProcessControl):
         Requests are SIGTERM, SIGUSR1, the end of `max_time` or of a SLURM allocation, and `stop_file`. The
         first read in a run sets the handlers of these signals. A second SIGTERM ends the process.
         """
-        is_requested = self._stop_requests.read_stop()
-        return is_requested if self._recovery is None else self._recovery.read_request("stop", is_requested)
+        return self._runtime.groups.read_request("stop", self._stop_requests.read_stop())
 
     # Contexts
 
@@ -1151,8 +1114,7 @@ class Accelerator(ProcessControl):
         """
         with ExitStack() as ending:
             ending.callback(self._runtime.state.destroy_process_group)
-            if self._recovery is not None:
-                ending.callback(self._recovery.end_left_pass)
+            ending.callback(self._runtime.groups.end_left_pass)
             ending.callback(self._stop_requests.close)
             for sender in self._trackers.senders_of_running():
                 ending.callback(sender.finish)

@@ -72,8 +72,7 @@ class FastSaves:
         self._begun: dict[int, int] = {}  # optimizer steps when the last pass over a loader began, by loader
         name = "" if project.project_dir is None else str(Path(project.project_dir).expanduser().absolute())
         folder = Path(str(project.fast_dir)).expanduser().absolute()
-        if runtime.recovery is not None:  # replica groups have the same state, and each keeps its own copy
-            folder /= f"replica_{runtime.recovery.replica}"
+        folder = runtime.groups.own_folder(folder)
         if durable is not None and folder.resolve() == durable.resolve():
             raise wrong_value(
                 "fast_dir",
@@ -154,8 +153,7 @@ class FastSaves:
             except BaseException:  # an interrupt: no rank may wait for this save
                 saver.discard()
                 raise
-            recovery = self._runtime.recovery
-            writes_durable = is_durable and (recovery is None or recovery.is_leader)
+            writes_durable = is_durable and self._runtime.groups.is_leader
             self._project.iteration += is_durable  # in all replica groups, of which one writes
             written: Future[list[checkpointing.Payload]] | None = Future() if writes_durable else None
             self._tier.write(saver, payloads, written)
@@ -228,9 +226,8 @@ class FastSaves:
                 f"The last recent checkpoint could not be written, and an older one is loaded. {error}"
             )
         generations, num_durable = checkpointing.find_generations(self._tier), self._count_durable()
-        if self._runtime.recovery is not None:
-            common = self._runtime.recovery.held_by_all([generation.state for generation in generations])
-            generations = [generation for generation in generations if generation.state in common]
+        common = self._runtime.groups.held_by_all([generation.state for generation in generations])
+        generations = [generation for generation in generations if generation.state in common]
         recent = [generation for generation in generations if generation.next_durable >= num_durable]
         yield from self._open(recent, reader)
         yield from durable

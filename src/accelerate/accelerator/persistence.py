@@ -84,7 +84,7 @@ class RunCheckpoints:
         checkpoints = runtime.checkpoints
         checkpoints.background.wait()
         request = self._request(output_dir)
-        if runtime.recovery is not None and not runtime.recovery.is_leader:
+        if not runtime.groups.is_leader:
             project.iteration += request.iteration is not None
             return request.target  # all replica groups have the same state
         saver = checkpoints.begin(request)
@@ -126,8 +126,7 @@ class RunCheckpoints:
         """Loads the state of the run."""
         runtime, began = self._runtime, time.perf_counter()
         checkpointing.loading.check_policy(world_size_policy)
-        if runtime.recovery is not None:
-            runtime.recovery.check_load()
+        runtime.groups.check_load()
         runtime.checkpoints.background.wait()
         model_kwargs = dict(load_model_func_kwargs)
         device = checkpointing.read_device(model_kwargs.pop("map_location", None))

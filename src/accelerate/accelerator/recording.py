@@ -129,7 +129,7 @@ class RunSources:
 
     def __init__(self, runtime: Runtime, environ: Mapping[str, str]) -> None:
         self._state, self._request = runtime.state, runtime.request
-        self._num_replicas = 1 if runtime.recovery is None else runtime.recovery.num_replicas
+        self._num_replicas = runtime.groups.num_replicas
         self._reference = ref(runtime.prepared)  # the monitor may live longer than the `Accelerator`
         self._environ = dict(environ)
         self._script = Path(sys.argv[0]).name if sys.argv else ""

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from accelerate import checkpointing, diagnostics, plugins, strategies, torch_private
+from accelerate import checkpointing, diagnostics, plugins, recovery, strategies, torch_private
 from accelerate.accelerator import recording
 from accelerate.accelerator.measured import GradientExchanges, StepValues
 from accelerate.base import environ, wrong_value
 from accelerate.logging import get_logger
+from accelerate.recovery import ReplicaGroups
 from accelerate.state import (
     ONE_STATE,
     AcceleratorState,
@@ -31,9 +32,6 @@ from accelerate.state import (
     services,
     step_clock,
 )
-
-if TYPE_CHECKING:
-    from accelerate.recovery import Recovery
 
 logger = get_logger(__name__)
 
@@ -55,7 +53,7 @@ class Runtime:
     prepared: strategies.Prepared
     observers: Observers
     checkpoints: checkpointing.Checkpoints
-    recovery: Recovery | None
+    groups: ReplicaGroups
     num_compilations: int  # by torch.compile in this process, before the run
 
     def find_prepared(self, model: nn.Module) -> nn.Module:
@@ -154,7 +152,7 @@ def _assemble(
         prepared=session.prepared,
         observers=_observe(strategy, gradients, state),
         checkpoints=checkpointing.Checkpoints(timeout),
-        recovery=_open_recovery(strategy, gradients, session.prepared),
+        groups=_open_groups(strategy, gradients, session.prepared),
         num_compilations=torch_private.count_compilations(),
     )
 
@@ -168,15 +166,13 @@ def _observe(strategy: strategies.Strategy, gradients: GradientState, state: Acc
     return observers
 
 
-def _open_recovery(
+def _open_groups(
     strategy: strategies.Strategy, gradients: GradientState, prepared: strategies.Prepared
-) -> Recovery | None:
-    """Returns the replica groups of the run, or None if it was launched without them."""
+) -> ReplicaGroups:
+    """Returns the replica groups of the run, which is one if it was launched without them."""
     if environ.REPLICA not in environ.current():
-        return None
-    from accelerate.recovery import open_recovery  # imports torch.distributed
-
-    return open_recovery(environ.current(), strategy, gradients, prepared)
+        return ReplicaGroups(prepared)
+    return recovery.open_recovery(environ.current(), strategy, gradients, prepared)
 
 
 def _with_plugins_of_state(request: strategies.RunRequest, state: AcceleratorState) -> strategies.RunRequest:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -120,8 +121,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             skipped = self.skip_batches + self.start.skip_source
             batches, mark, padding_record = open_pass(self, skipped)
             number = first_number(self._index_sampler) + skipped
-            move = choose_move(self.device, self._non_blocking)
-            yield from yield_batches(self, batches, mark, padding_record, number, move)
+            choose = partial(choose_move, self.device, self._non_blocking)
+            yield from yield_batches(self, batches, mark, padding_record, number, choose)
 
     def _own_parts(self, transport: Transport) -> Iterator[Any]:
         """Yields the part of this process of each global batch, on its device."""
@@ -130,9 +131,11 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                 order_is_drawn = self.position.begin(self, self.start.offset)
                 self._draw_base_seed()
                 order_is_drawn()
-            move = choose_move(self.device, self._non_blocking)
+            move, is_first = None, True
             for batch in received:
                 self._record(batch)
+                if is_first:
+                    move, is_first = choose_move(self.device, self._non_blocking, batch.part), False
                 yield batch.part if move is None else move(batch.part)
 
     def _draw_base_seed(self) -> None:

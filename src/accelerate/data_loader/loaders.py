@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -94,8 +94,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 batches, mark, padding_record = self._open_dataset_shard(number)
             else:
                 batches, mark, padding_record = open_pass(self, skipped, wrap)
-            move = choose_move(self.device, self._non_blocking)
-            yield from yield_batches(self, batches, mark, padding_record, number, move)
+            choose = partial(choose_move, self.device, self._non_blocking)
+            yield from yield_batches(self, batches, mark, padding_record, number, choose)
 
     def _open_dataset_shard(self, number: int) -> tuple[Iterator[Any], LastMark, PaddingRecord]:
         """Starts a pass over a shard that the dataset makes, of a length that other ranks do not know."""

@@ -74,7 +74,7 @@ def yield_batches(
     mark: LastMark,
     padding_record: PaddingRecord,
     number: int,
-    move: Callable[[Any], Any] | None,
+    choose: Callable[[Any], Callable[[Any], Any] | None] | None = None,
 ) -> Iterator[Any]:
     """Yields the batches of a pass, with the attributes of the loader set for each.
 
@@ -84,37 +84,41 @@ def yield_batches(
         mark: The mark of the last batch.
         padding_record: Counts of the batches with padding; it may grow during the pass.
         number: Number of the first batch.
-        move: Function that moves a batch to the device; None if batches are not moved.
+        choose: Returns from the first batch the function that moves batches to the device, as `choose_move`.
     """
     position, batches_per_step = loader.position, loader.plan.batches_per_step
     is_unsharded = loader.plan.mode == "unsharded" and loader.plan != UNPREPARED
+    parts = padding_record if isinstance(padding_record, StepRecord) else None
     full: int | None = None
+    move: Callable[[Any], Any] | None = None
+    observers, counts = run_observers(), None
     is_first = True
-    observers = run_observers()
     for observe in observers.pass_begun:
         observe(loader)
     try:
         for batch in batches:
-            rows = ignorant_find_batch_size(batch)
-            counts = in_samples(padding_record.get(number), loader, batch) if padding_record else None
+            rows, is_last = ignorant_find_batch_size(batch), mark.is_last
+            if padding_record:
+                counts = in_samples(padding_record.get(number), loader, batch)
             if is_unsharded and rows is not None:
                 if full is None:
-                    full = full_rows(loader.nominal_rows, rows, is_only=mark.is_last)
+                    full = full_rows(loader.nominal_rows, rows, is_only=is_last)
                 counts = (rows,) if rows < full else None
             if is_first:
-                if not mark.is_last and counts is None and loader.has_fixed_batches:
+                if not is_last and counts is None and loader.has_fixed_batches:
                     loader.rows_per_sample = rows_per_sample(rows, loader.nominal_rows)
+                move = None if choose is None else choose(batch)
                 is_first = False
             loader.valid_counts = counts
             loader.batch_rows = rows
             if loader.full_rows is None:
                 loader.full_rows = rows
-            if mark.is_last:
+            if is_last:
                 loader.end_of_dataloader = position.is_over = True
                 loader.remainder = last_remainder(loader)
             consumed = batches_per_step
-            if isinstance(padding_record, StepRecord):
-                part = loader.step_part = padding_record.part(number, loader.plan.group)
+            if parts is not None:
+                part = loader.step_part = parts.part(number, loader.plan.group)
                 position.ends_step, consumed = part.is_last, part.batches
             position.seen += 1
             position.consumed += consumed
@@ -125,7 +129,10 @@ def yield_batches(
             loader.latest_batch, loader.read_at = batch, perf_counter_ns()
             yield batch
             loader.latest_batch = None
-            end_use(loader, observers)
+            for observe in observers.batch_used:
+                observe(loader)
+            for observe in observers.before_read:
+                observe()
             number += 1
     finally:
         loader.latest_batch = None
@@ -134,7 +141,7 @@ def yield_batches(
 
 
 def end_use(loader: Any, observers: Observers) -> None:
-    """Ends the use of the batch just yielded, before the next one is read."""
+    """Ends the use of a batch of a loader that is read ahead, before the next one is read."""
     for observe in observers.batch_used:
         observe(loader)
     for observe in observers.before_read:
@@ -404,26 +411,25 @@ def read_past(
 # Moving batches to the device
 
 
-def choose_move(device: Any, non_blocking: bool) -> Callable[[Any], Any] | None:
-    """Returns the function that moves each batch of a pass to a device, or None if batches are not moved."""
+def choose_move(device: Any, non_blocking: bool, batch: Any) -> Callable[[Any], Any] | None:
+    """Returns the function that moves each batch of a pass to a device, or None if batches are there already.
+
+    Args:
+        device: Device of the loader; None leaves batches where they are.
+        non_blocking: Whether batches are copied asynchronously.
+        batch: The first batch, whose memory decides for a device that is the host.
+    """
     if device is None:
         return None
-    if not of_device(torch.device(device)).is_host:
-        observers = run_observers()
+    if of_device(torch.device(device)).is_host:
+        source = find_device(batch)
+        is_needed = source is not None and not of_device(source).is_host
+        return partial(send_to_device, device="cpu") if is_needed else None
+    observers = run_observers()
 
-        def send(batch: Any) -> Any:
-            for observe in observers.before_move:
-                observe()
-            return send_to_device(batch, device, non_blocking=non_blocking)
+    def send(batch: Any) -> Any:
+        for observe in observers.before_move:
+            observe()
+        return send_to_device(batch, device, non_blocking=non_blocking)
 
-        return send
-    is_needed: bool | None = None  # batches are in CPU memory as a rule: the first batch decides
-
-    def move(batch: Any) -> Any:
-        nonlocal is_needed
-        if is_needed is None:
-            batch_device = find_device(batch)
-            is_needed = batch_device is not None and not of_device(batch_device).is_host
-        return send_to_device(batch, "cpu") if is_needed else batch
-
-    return move
+    return send

@@ -86,7 +86,7 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
             batches, mark, padding_record = open_pass(self, 0)
             restored = torch_private.count_yielded(self.base_dataloader) if self.torchdata_resumes else 0
             rest = read_past(batches, max(self.skip_batches - restored, 0))
-            yield from yield_batches(self, rest, mark, padding_record, self.skip_batches, None)
+            yield from yield_batches(self, rest, mark, padding_record, self.skip_batches)
 
     @property
     def total_batch_size(self) -> int | None:

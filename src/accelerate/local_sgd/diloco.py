@@ -310,7 +310,7 @@ def _check_options(steps: Any, num_fragments: Any, delay: Any, mixing: Any, quan
 
 def _check_strategy(accelerator: Accelerator, model: nn.Module) -> None:
     strategy = accelerator._runtime.strategy
-    if accelerator._recovery is not None:
+    if accelerator._runtime.groups.repeats_steps:
         raise PreparationError(
             "DiLoCo does not work with replica groups (--replicas), which agree on each step and average its "
             "gradients. Launch with --num_processes and without --replicas, or train without DiLoCo."

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from accelerate.logging import get_logger
 from accelerate.ops import Transport, current_transport
 from accelerate.plugins import version_of
 from accelerate.recovery import snapshot
+from accelerate.recovery.groups import DrivenAccumulation, ReplicaGroups, Request
 from accelerate.recovery.loader import RecoveryLoader, check_loader
 from accelerate.recovery.membership import Members, Membership
 from accelerate.recovery.run import Run
@@ -37,12 +39,26 @@ logger = get_logger(__name__)
 
 Result = TypeVar("Result")
 
-Request: TypeAlias = Literal["save", "stop"]
 REQUESTS: tuple[Request, ...] = ("save", "stop")
 SEED = "seed"
 """Key in the store of the run of its seed."""
 PAUSE = 0.2
 """Seconds between two attempts to join a replica group with state."""
+_REFUSED = {
+    "gradient_accumulation_steps": (
+        "replica groups have divided the batches of this step",
+        "Set it between two passes over a loader",
+    ),
+    "windows": (
+        "replica groups repeat steps, and a window has batches that are read before",
+        "Use accumulate(), or leave --replicas out",
+    ),
+    "num_items": (
+        "the items of a step are not known when replica groups repeat it",
+        "Return the mean loss, or leave --replicas out",
+    ),
+}
+"""Reason and fix by option or method that does not work with replica groups."""
 BUCKET_BYTES = 32 * 2**20
 """Bytes of gradients in one all-reduce over the members."""
 PASSES = "{}/passes/{}"
@@ -66,8 +82,10 @@ def open_recovery(
     return Recovery(Run.of(variables), strategy, gradients, prepared)
 
 
-class Recovery:
-    """Replica groups of a run, and the step that they take.
+class Recovery(ReplicaGroups):
+    """Replica groups of a run that was launched with `--replicas`, and the step that they take.
+
+    It is an observer of the run.
 
     Args:
         run: Number of replica groups, and the addresses of the run.
@@ -80,8 +98,9 @@ class Recovery:
         replica: Index of this replica group.
         members: Replica groups of the last step, or None before the first one.
         in_pass: Whether a pass for training is read.
-        begin_window: Called with `is_first` and `is_last` in each micro-batch of a step with several.
     """
+
+    repeats_steps = True
 
     def __init__(
         self,
@@ -90,14 +109,13 @@ class Recovery:
         gradients: GradientState,
         prepared: strategies.Prepared,
     ) -> None:
+        super().__init__(prepared)
         self._run, self._strategy, self._gradients = run, strategy, gradients
-        self._prepared = prepared
         self._check()
         self.num_replicas, self.replica = run.replicas, run.replica
         self.members: Members | None = None
         self.in_pass = False
-        self.begin_window: Callable[..., None] | None = None
-        self._loss_scale = 1.0
+        self._accumulation: DrivenAccumulation | None = None
         self._membership: Membership | None = None
         self._loader: RecoveryLoader | None = None
         self._outcome: bool | None = None
@@ -155,26 +173,62 @@ class Recovery:
             seed = int(self._store.compare_set(SEED, "", str(torch.initial_seed() % 2**31)))
         return int(current_transport().broadcast_object(seed))
 
-    def prepare_loader(self, loader: Any, prepare: Any, mesh: Any) -> RecoveryLoader:
-        """Returns a loader that divides the batches of a step among the members.
+    def drive(self, accumulation: DrivenAccumulation) -> None:
+        """Sets the accumulation whose micro-batches begin when a loader yields their batches."""
+        self._accumulation = accumulation
 
-        Args:
-            loader: A torch loader.
-            prepare: Returns the prepared loader for a number of shards and the index of one.
-            mesh: Mesh of the loaders of this replica group.
-        """
+    def prepare_loader(
+        self, loader: Any, prepare: Callable[..., Any], options: Mapping[str, Any]
+    ) -> RecoveryLoader:
+        """Returns a loader that divides the batches of a step among the members."""
         check_loader(loader)
+        mesh, data_seed = options["torch_device_mesh"], options["data_seed"]
         groups, group = data_groups(mesh, current_transport().size, current_transport().rank)
         total = self.num_replicas * groups
-        shards = [prepare(loader, total, replica * groups + group) for replica in range(self.num_replicas)]
+        of_shard = {
+            **options,
+            "rng_types": [],
+            "dispatch_batches": False,
+            "even_batches": True,
+            "use_seedable_sampler": True,
+            "data_seed": self.seed if data_seed is None else data_seed,
+            "use_stateful_dataloader": False,
+            "torch_device_mesh": None,
+            "already_sharded": False,
+        }
+
+        def prepare_shard(num_shards: int, index: int) -> Any:
+            return prepare(loader, **of_shard | {"num_processes": num_shards, "process_index": index})
 
         def divide(members: Members) -> Any:
-            shard = prepare(loader, members.size * groups, members.index * groups + group)
+            shard = prepare_shard(members.size * groups, members.index * groups + group)
             shard.plan = replace(shard.plan, replicates=current_transport().size > groups)
             return shard
 
+        shards = [prepare_shard(total, replica * groups + group) for replica in range(self.num_replicas)]
         number, self._num_loaders = self._num_loaders, self._num_loaders + 1
-        return RecoveryLoader(number, shards, divide, self, shrinks=self._run.batch == "shrink")
+        prepared = RecoveryLoader(number, shards, divide, self, shrinks=self._run.batch == "shrink")
+        self._prepared.custom.append(prepared)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Any) -> None:
+        """Lets the groups decide together whether a prepared optimizer takes a step."""
+        optimizer.conditions = (*optimizer.conditions, self.commit)
+
+    def prepare_scheduler(self, scheduler: Any) -> None:
+        """Lets a prepared scheduler count the batches of all groups."""
+        scheduler.num_processes *= self.num_replicas
+
+    def check_use(self, name: str, value: object) -> None:
+        """Raises an error for an option or a method that does not work with the groups now."""
+        if name == "gradient_accumulation_steps" and not self.in_pass:
+            return
+        reason, fix = _REFUSED[name]
+        raise wrong_value(name, value, reason, fix)
+
+    def own_folder(self, folder: Path) -> Path:
+        """Returns the folder of this replica group, because each keeps its own copy of the same state."""
+        return folder / f"replica_{self.replica}"
 
     @property
     def is_training(self) -> bool:
@@ -191,14 +245,19 @@ class Recovery:
         over = self._num_passes_over(loader)
         self._is_behind = number < over
         self._leader.is_leader = self._leader.is_leader and not self._is_behind
-        self.in_pass = not self._is_behind
+        self._set_in_pass(not self._is_behind)
         if number > over:  # an iterator over the pass before is still open
             self._store.set(PASSES.format(self._life, loader.number), str(number))
         return self.in_pass
 
     def end_pass(self) -> None:
         """Ends a pass, in which no step is taken any more."""
-        self.in_pass = False
+        self._set_in_pass(False)
+
+    def _set_in_pass(self, in_pass: bool) -> None:
+        self.in_pass = in_pass
+        if self._accumulation is not None:
+            self._accumulation.is_driven, self._accumulation.loss_factor = in_pass, 1.0
 
     def _num_passes_over(self, loader: RecoveryLoader) -> int:
         key = PASSES.format(self._life, loader.number)
@@ -327,14 +386,16 @@ class Recovery:
         self._restore_kept()
         if not is_own:
             self._kept = self._model_states()
-        self._loss_scale = loss_scale
         self._has_summed = False
         digest = hashlib.blake2b(repr((self.seed, *number)).encode(), digest_size=8).digest()
         rng.set_seed(int.from_bytes(digest, "little") % 2**31 + current_transport().rank)
         is_first = self._gradients.sync_gradients  # the micro-batch before was the last of its step
         self._gradients._set_sync_gradients(is_last)
-        if self.begin_window is not None and not (is_first and is_last):
-            self.begin_window(is_first=is_first, is_last=is_last)
+        if self._accumulation is None:
+            return
+        self._accumulation.loss_factor = loss_scale
+        if not (is_first and is_last):
+            self._accumulation.begin_window(is_first=is_first, is_last=is_last)
 
     def _restore_kept(self) -> None:
         for state in self._kept:
@@ -375,11 +436,6 @@ class Recovery:
     def _trained(self) -> list[nn.Parameter]:
         models = self._prepared.models
         return list(dict.fromkeys(p for model in models for p in model.parameters() if p.requires_grad))
-
-    @property
-    def loss_scale(self) -> float:
-        """Factor of the losses of a micro-batch, whose gradients are added up over all replica groups."""
-        return self._loss_scale if self.in_pass else 1.0
 
     def commit(self) -> bool:
         """Returns whether the optimizers take the step, which is decided once for each step."""
@@ -601,7 +657,7 @@ class Recovery:
         return (alone or collective)()
 
     @property
-    def is_leader(self) -> bool:
+    def is_leader(self) -> bool:  # type: ignore[override]
         """True in the replica group that writes checkpoints and prints."""
         return self._leader.is_leader
 

@@ -12,6 +12,7 @@ from torch import nn
 from accelerate.accelerator import Accumulation
 from accelerate.base import ConfigurationError, StateError
 from accelerate.plugins import GradientAccumulationPlugin
+from accelerate.recovery import ReplicaGroups
 from accelerate.state import GradientState, PartialState
 from accelerate.strategies import Prepared
 
@@ -38,7 +39,8 @@ def accumulation_of(steps: int, **fields: Any) -> Accumulation:
     PartialState(cpu=True)
     gradients = GradientState(GradientAccumulationPlugin(num_steps=steps, **fields))
     strategy: Any = RecordingStrategy()
-    return Accumulation(strategy, gradients, Prepared())
+    prepared = Prepared()
+    return Accumulation(strategy, gradients, prepared, ReplicaGroups(prepared))
 
 
 def test_only_the_last_micro_batch_synchronizes() -> None:

@@ -80,7 +80,7 @@ def test_complex_parameters_are_refused() -> None:
 def test_replica_groups_are_refused() -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(1, 1))
-    accelerator._recovery = object()  # type: ignore[assignment]
+    accelerator._runtime.groups.repeats_steps = True
     with pytest.raises(PreparationError, match="does not work with replica groups"):
         DiLoCo(accelerator, model)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -39,18 +40,28 @@ def test_a_step_without_backward_of_the_accelerator_is_refused() -> None:
 
 def test_a_backward_pass_after_a_step_of_the_same_batch_is_refused() -> None:
     with pytest.raises(StateError, match=r"before the first optimizer\.step"):
-        new_recovery(in_pass=True, _outcome=True).begin_backward()
+        new_recovery(in_pass=True, _outcome=True).before_backward(None, {})
 
 
 def test_the_number_of_micro_batches_is_not_changed_within_a_pass(states: None) -> None:
     accelerator = Accelerator(cpu=True)
-    accelerator._recovery = cast("Any", new_recovery(in_pass=True))
+    recovery = new_recovery(in_pass=True)
+    accelerator._runtime = replace(accelerator._runtime, groups=recovery)
     with pytest.raises(ConfigurationError, match="between two passes"):
         accelerator.gradient_accumulation_steps = 3
-    accelerator._recovery.in_pass = False
+    recovery.in_pass = False
     accelerator.gradient_accumulation_steps = 3
     assert accelerator.gradient_accumulation_steps == 3
-    accelerator._recovery = None
+
+
+def test_windows_and_counted_items_are_refused(states: None) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator._runtime = replace(accelerator._runtime, groups=new_recovery(in_pass=False))
+    accelerator._accumulation.groups = accelerator._runtime.groups
+    with pytest.raises(ConfigurationError, match=r"windows=.*Use accumulate\(\)"):
+        accelerator.windows([])
+    with pytest.raises(ConfigurationError, match=r"num_items=3.*mean loss"):
+        accelerator.accumulate(num_items=3)
 
 
 class Store(dict[str, str]):
