@@ -1,7 +1,7 @@
 """Observers of a run, whose methods are called at its events.
 
-A feature that follows a run is an object with methods of the names of events, and is added to the observers
-of the run or, for the events of a step, to those of one optimizer.
+A feature that follows a run is an object with methods that are named like events. It is added to the
+observers of the run, or to those of one optimizer for its `before_step` and `after_update`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Observers:
         after_backward: Called without arguments after a backward pass.
         norm_computed: Called with the norm of the gradients before they are clipped.
         before_step: Called with an optimizer before its step.
-        after_update: Called with an optimizer after a step that has updated parameters.
+        after_update: Called with the optimizer, not for all of a run, after a step that updated parameters.
         after_step: Called with an optimizer and the number of its updates after a step, also if it fails.
     """
 

@@ -1,0 +1,108 @@
+"""Order and end of the calls of observers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.state import Observers, run_observers, step_clock
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+class Inner:
+    """Notes the events of a backward pass in a list."""
+
+    def __init__(self, calls: list[str], name: str) -> None:
+        self.calls, self.name = calls, name
+
+    def before_backward(self, loss: Any, arguments: Any) -> None:
+        self.calls.append(f"before {self.name}")
+
+    def after_backward(self) -> None:
+        self.calls.append(f"after {self.name}")
+
+
+def call(observers: Observers, calls: list[str]) -> list[str]:
+    """Returns the calls of one backward pass."""
+    calls.clear()
+    for observe in observers.before_backward:
+        observe(None, {})
+    for observe in observers.after_backward:
+        observe()
+    return list(calls)
+
+
+def test_later_observers_surround_a_backward_pass_of_earlier_ones() -> None:
+    calls: list[str] = []
+    observers = Observers([Inner(calls, "first"), Inner(calls, "second")])
+    assert call(observers, calls) == ["before second", "before first", "after first", "after second"]
+
+
+def test_an_observer_is_called_only_at_the_events_that_it_has_methods_for() -> None:
+    observers = Observers([Inner([], "one")])
+    assert observers.before_step == observers.batch_used == ()
+
+
+def test_a_removed_or_replaced_observer_is_not_called() -> None:
+    calls: list[str] = []
+    first, second = Inner(calls, "first"), Inner(calls, "second")
+    observers = Observers([first])
+    observers.put(second)
+    assert call(observers, calls) == ["before second", "after second"]
+    observers.remove(second)
+    assert call(observers, calls) == []
+    assert observers.all == ()
+
+
+def test_batches_that_are_read_ahead_are_not_used() -> None:
+    used: list[Any] = []
+
+    class Used:
+        def batch_used(self, loader: Any) -> None:
+            used.append(loader)
+
+    loader: Any = Accelerator(cpu=True).prepare(DataLoader([1, 2, 3, 4]))
+    run_observers().add(Used())
+    batches = iter(loader)
+    next(batches)
+    with run_observers().reading_ahead():
+        next(batches)
+    assert used == []
+    next(batches)
+    assert used == [loader]
+
+
+def test_a_run_calls_its_observers_at_all_events() -> None:
+    events: list[str] = []
+
+    class All:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *arguments: events.append(name)
+
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(torch.ones(4, 1), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    run_observers().add(All())
+    for batch in loader:
+        accelerator.backward(model(batch).sum())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    step = ["batch_read", "loss_computed", "before_backward", "after_backward", "norm_computed"]
+    step += ["before_step", "after_step", "batch_used", "before_read"]
+    assert events == ["pass_begun", *step, *step, "pass_ended"]
+
+
+def test_the_clock_observes_each_run() -> None:
+    first = run_observers()
+    assert first.all[0] is step_clock
+    Accelerator(cpu=True)
+    assert run_observers() is first
+    assert sum(observer is step_clock for observer in first.all) == 1
