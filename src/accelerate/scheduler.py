@@ -127,6 +127,8 @@ class AcceleratedScheduler:
         self.gradient_state = GradientState()
         self.num_processes: int = AcceleratorState().num_processes
         self.total_steps: int | None = getattr(scheduler, "total_steps", None)
+        self.updates_at_call: list[int] = []
+        self._passes_at_call: list[int] = []
         self.record_call()
         self._end_warning = _ScheduleEndWarning()
 
@@ -147,9 +149,13 @@ class AcceleratedScheduler:
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
-        skipped = list(map(_was_skipped, self.optimizers))
-        is_by_epoch = self._is_by_epoch(skipped)
-        self.record_call()
+        optimizers = self.optimizers
+        updates, passes = list(map(_num_updates, optimizers)), list(map(_last_pass, optimizers))
+        skipped = list(map(_was_skipped, optimizers))
+        is_by_epoch = False
+        if passes != self._passes_at_call or sum(updates) > sum(self.updates_at_call) + 1 or any(skipped):
+            is_by_epoch = self._is_by_epoch(skipped)
+        self.updates_at_call, self._passes_at_call = updates, passes
         if (args or kwargs) and any(value is not None for value in (*args, *kwargs.values())):
             self.scheduler.step(*args, **kwargs)
             return

@@ -28,8 +28,8 @@ def convert_to_fp32(tensor: T) -> T:
     Returns:
         The same nesting. If `tensor` is a single tensor of another dtype, the same object.
     """
-    if isinstance(tensor, Tensor) and tensor.dtype not in _HALF_DTYPES:
-        return tensor
+    if isinstance(tensor, Tensor):
+        return Tensor.float(tensor) if tensor.dtype in _HALF_DTYPES else tensor  # type: ignore[return-value]
     converted: T = recursively_apply(Tensor.float, tensor, test_type=_is_half)
     return converted
 

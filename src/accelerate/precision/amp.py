@@ -113,7 +113,9 @@ class AutocastForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(*self.autocast):
             if self.inner is None:  # not `__wrapped__`, as torch before 2.13 does not trace `__get__`
-                module = self.module
+                module = self._module.find()
+                if module is None:
+                    module = self.module  # raises an error
                 outputs = type(module).forward(module, *args, **kwargs)
             else:
                 outputs = self.inner(*args, **kwargs)

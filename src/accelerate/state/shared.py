@@ -227,19 +227,22 @@ class WeakReference:
     """Weak reference that is copied and pickled with its object.
 
     An attribute of an object that refers back to its owner would keep both until the next garbage collection.
+
+    Attributes:
+        find: Returns the object, or None after it was deleted.
     """
 
-    __slots__ = ("_reference", "__weakref__")
+    __slots__ = ("__weakref__", "find")
 
     def __init__(self, obj: Any) -> None:
-        self._reference = weakref.ref(obj)
+        self.find: Callable[[], Any] = weakref.ref(obj)
 
     def __call__(self) -> Any:
         """Returns the object, or None after it was deleted."""
-        return self._reference()
+        return self.find()
 
     def __getstate__(self) -> Any:
-        return (self._reference(),)
+        return (self.find(),)
 
     def __setstate__(self, state: Any) -> None:
-        self._reference = weakref.ref(state[0])
+        self.find = weakref.ref(state[0])
