@@ -120,8 +120,23 @@ class Detaching(nn.Module):
         return hidden
 
 
+class Skipping(Detaching):
+    """Net that uses the outputs of all layers, which the backward pass of tanh needs, too."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        outputs = []
+        for part in self.layers:
+            hidden = torch.tanh(part(hidden))
+            outputs.append(hidden)
+        return torch.stack(outputs).mean(0)
+
+
 def call(part: nn.Module, hidden: Any) -> Any:
     return part(hidden)
+
+
+def call_with_lengths(part: nn.Module, hidden: Tensor) -> Any:
+    return part(hidden, torch.ones(len(hidden), dtype=torch.int64))
 
 
 def call_in_checkpoint(part: nn.Module, hidden: Tensor) -> Tensor:
@@ -144,6 +159,7 @@ RIGHT: dict[str, Callable[[], nn.Module]] = {
     "dataclass": lambda: tower(OfDataclasses, call, lambda hidden: hidden.value * hidden.depth),
     "in place": lambda: tower(InPlace, lambda part, hidden: part(1.0 * hidden), keep),
     "detached": Detaching,
+    "skips": Skipping,
 }
 
 
@@ -179,7 +195,7 @@ def compare(names: list[str], schedule: str) -> None:
     ("names", "schedule"),
     [
         (["checkpoint", "cache", "dataclass", "in place"], "1f1b"),
-        (["detached"], "zbvzerobubble"),
+        (["detached", "skips"], "zbvzerobubble"),
     ],
 )
 def test_gradients_are_those_of_one_process(run: Run, names: list[str], schedule: str) -> None:
@@ -191,7 +207,23 @@ def last_attribute(part: Any, hidden: Tensor) -> Tensor:
     return result
 
 
+class Packing(Layer):
+    """Layer whose recurrent part gets a packed sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, hidden: Tensor, lengths: Any = None) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(
+            hidden[:, None], lengths, batch_first=True, enforce_sorted=False
+        )
+        output, _ = nn.utils.rnn.pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)
+        return output[:, 0]
+
+
 WRONG: dict[str, Callable[[], nn.Module]] = {
+    "pack_padded_sequence": lambda: tower(Packing, call_with_lengths, keep),
     "use_reentrant=False": lambda: tower(Layer, call_in_reentrant_checkpoint, keep),
     "torch.view_as_real": lambda: tower(Complex, call, lambda hidden: hidden.abs()),
     "dataclasses only": lambda: tower(OfObjects, call, lambda hidden: hidden.value),

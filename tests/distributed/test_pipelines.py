@@ -647,13 +647,33 @@ class Reversed(Reordered):
 
 class Permuted(Reordered):
     def forward(self, x: Tensor) -> Tensor:
-        for index in (3, 2, 1, 0):
+        for index in (3 - number for number in range(4)):
             x = self.blocks[index](x)
         return x
 
 
+class Unordered(Reordered):
+    """A net whose stages call their blocks in another order than in the list."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in (number ^ 1 for number in range(4)):
+            x = torch.tanh(self.blocks[index](x))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Activated(Reordered):
+    """A net with one activation in all places, which has a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        activation = nn.PReLU()
+        blocks = [layer for block in self.blocks for layer in (block, activation)]
+        self.blocks = nn.ModuleList(blocks)
+
+
 KINDS = (Skipping, Reordered, Nested, Common, Recurrent, Chained, Alternating, Queried, Scaled, Cached)
-KINDS += (Reversed,)
+KINDS += (Reversed, Unordered, Activated)
 ORDERS = {kind.__name__: kind for kind in KINDS}
 
 
@@ -703,7 +723,7 @@ def refuse(name: str, split: Any) -> str:
     ("name", "split", "expected"),
     [
         ("one", "auto", "Sequential cannot be split into 2 stages"),
-        ("permuted", "auto", "calls blocks.3 before blocks.1, with which stage 1 begins"),
+        ("permuted", "auto", "calls blocks.0 of stage 0 on stage 1"),
         ("skips", ["blocks.7"], "Skipping has no such modules"),
         ("skips", ["blocks.1", "blocks.2"], "2 stages begin at 1 modules"),
     ],

@@ -177,8 +177,61 @@ class Nested(Net):
         return layer(x)
 
 
+class Formatted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(3):
+            self.add_module(f"up{number}", nn.Linear(2, 2))
+            self.add_module(f"down{number}", nn.Linear(2, 2))
+
+    def forward(self, x: Any) -> Any:
+        for number in range(3):
+            x = getattr(self, f"down{number}")(x)
+        for number in reversed(range(self.count - 1)):
+            block = getattr(self, "up" + str(number))
+            x = block(x)
+        return x
+
+
+class Permuted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = [2, 0, -1, 1]
+
+    def forward(self, x: Any) -> Any:
+        for number in self.order:
+            x = self.blocks[number](x)
+        for number in sorted(range(4), reverse=True):
+            x = self.attentions[number](x)
+        return x
+
+
+class OfDicts(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({name: linear(2) for name in ("late", "middle", "early")})
+
+    def forward(self, x: Any) -> Any:
+        for name in ("early", "middle"):
+            for layer in self.parts[name]:
+                x = layer(x)
+        for layer in self.parts["late"]:
+            x = layer(x)
+        return self.head(x)
+
+
+class OfItems(OfDicts):
+    def forward(self, x: Any) -> Any:
+        for _, layers in self.parts.items():
+            for layer in layers:
+                x = layer(x)
+        for name in sorted(self.parts.keys(), reverse=True):
+            x = self.parts[name][0](x)
+        return self.head(x)
+
+
 KINDS = [OfProperties, OfChildren, OfInstances, OneLine, Zipped, Indexed, Rare, OfMethods, OfBases, WithAName]
-KINDS += [Joined, OfTuples, Reversed, Named, Nested]
+KINDS += [Joined, OfTuples, Reversed, Named, Nested, Formatted, Permuted, OfDicts, OfItems]
 
 
 @pytest.mark.parametrize("kind", KINDS)

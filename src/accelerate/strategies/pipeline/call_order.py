@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from accelerate.strategies.pipeline.plain_values import value_of
+
 _ENTRY, _ENTRY_OF_REVERSED = "[]", "[::-1]"
 """Names of an entry of a list in a path, of which the second is that of a loop from the last to the first."""
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
@@ -33,6 +35,7 @@ class Use(NamedTuple):
         is_call: Whether a module is called or passed to a function, and not only read.
         reads_weight: Whether the values of a parameter of the module are used, which has no buffers.
         is_reversed: Whether the entries of a list are used from the last to the first.
+        entry: Name of the entry of a list, or "" if it is not known.
         loop: The innermost loop around the use, or None.
     """
 
@@ -40,6 +43,7 @@ class Use(NamedTuple):
     is_call: bool
     reads_weight: bool
     is_reversed: bool
+    entry: str
     loop: Loop
 
 
@@ -84,6 +88,7 @@ class _Reader:
         self._aliases: dict[str, Path] = {}  # of local variables
         self._joined: dict[str, list[Path]] = {}  # local variables with the entries of several lists
         self._descending: set[str] = set()  # local variables with indices from the last to the first
+        self._values: dict[str, Any] = {}  # of local variables with numbers and names
 
     def read_all(self, nodes: Iterable[ast.AST], loop: Loop) -> Iterator[Use]:
         for node in nodes:
@@ -108,6 +113,7 @@ class _Reader:
             if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
                 pairs = list(zip(node.targets[0].elts, node.value.elts, strict=False))
             for target, value in pairs:
+                self._set_values(target, self._value(value))
                 path = () if self._is_method(self._path(value)) else self._path(value)
                 entries = [] if path else self._entries_in(value)
                 if isinstance(target, ast.Name) and (path or [each[-1] for each in entries] == [_ENTRY]):
@@ -116,6 +122,9 @@ class _Reader:
                     self._joined[target.id] = entries
                 else:
                     yield from self._read(value, loop)
+        elif isinstance(node, ast.AugAssign):
+            self._set_values(node.target, None)
+            yield from self._read(node.value, loop)
         elif path := self._path(node):
             yield from self._call(path[:1], loop) if self._is_method(path[:1]) else ()
             yield self._use(path, False, loop)
@@ -126,16 +135,37 @@ class _Reader:
         self, node: ast.AST, pairs: Sequence[tuple[ast.AST, ast.AST]], body: Sequence[ast.AST], outer: Loop
     ) -> Iterator[Use]:
         aliases: dict[str, list[Path]] = {}
+        entries = self._value(pairs[0][1]) if len(pairs) == 1 else None
+        entries = entries if isinstance(entries, list) else []
         for target, values in pairs:
+            self._set_values(target, None)
             found = dict(self._aliases_of(target, values))
             aliases.update(found)
             if not found:
                 yield from self._read(values, outer)
             if isinstance(target, ast.Name) and _is_descending(values):
                 self._descending.add(target.id)
-        for index in range(max(map(len, aliases.values()), default=1)):
+        for index in range(max([1, len(entries), *map(len, aliases.values())])):
+            if entries:
+                self._set_values(pairs[0][0], entries[min(index, len(entries) - 1)])
             self._aliases |= {name: paths[min(index, len(paths) - 1)] for name, paths in aliases.items()}
             yield from self.read_all(body, (node, index, outer))
+
+    def _value(self, node: ast.AST) -> Any:
+        """Returns the number, text or list of those that an expression has, or None."""
+        return value_of(node, self._module, self._own, self._values)
+
+    def _set_values(self, target: ast.AST, value: Any) -> None:
+        """Sets the values of the local variables in a target, which are not known if the value is None."""
+        if isinstance(target, ast.Name) and value is not None:
+            self._values[target.id] = value
+        elif isinstance(target, ast.Name):
+            self._values.pop(target.id, None)
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            count = len(target.elts)
+            is_pair = isinstance(value, (list, tuple)) and len(value) == count
+            for part, each in zip(target.elts, value if is_pair else [None] * count, strict=True):
+                self._set_values(part, each)
 
     def _aliases_of(self, target: ast.AST, values: ast.AST) -> Iterator[tuple[str, list[Path]]]:
         """Yields the variables of a loop over entries of attributes, such as lists of modules."""
@@ -187,12 +217,13 @@ class _Reader:
                 lists.add(self._list_of(path))
             elif not _is_builtin(part.func) and path[-1:] not in _VIEWS:
                 return ()
-        lists.discard(())
-        return lists.pop() if len(lists) == 1 else ()
+        longest = max(lists, key=len, default=())
+        return longest if all(each == longest[: len(each)] for each in lists) else ()
 
     def _list_of(self, path: Path) -> Path:
-        """Returns the part of a path that leads to a list of modules."""
-        ends = (path[:length] for length in range(1, len(path) + 1))
+        """Returns the part of a path that leads to a list of modules, and to no unknown entry of it."""
+        known = next((i for i, name in enumerate(path) if name in (_ENTRY, _ENTRY_OF_REVERSED)), len(path))
+        ends = (path[:length] for length in range(known, 0, -1))
         return next((end for end in ends if isinstance(self._module_at(end), _LISTS)), ())
 
     def _module_at(self, path: Path) -> nn.Module | None:
@@ -237,7 +268,9 @@ class _Reader:
         # Each stage would change the buffers of a module that it calls.
         weights = set() if child is None or child._buffers else {*child._parameters}
         reads_weight = not weights.isdisjoint(path[1:2]) and _METADATA.isdisjoint(path[2:3])
-        return Use(path[0], is_call, reads_weight, _ENTRY_OF_REVERSED in path, loop)
+        is_entry = isinstance(child, _LISTS) and path[1:2] and path[1] in child._modules
+        entry = path[1] if is_entry else ""
+        return Use(path[0], is_call, reads_weight, _ENTRY_OF_REVERSED in path, entry, loop)
 
     def _is_method(self, path: Path) -> bool:
         """Returns whether a path is the name of a method or a property."""
@@ -255,13 +288,27 @@ class _Reader:
             return (*outer, node.attr) if outer else ()
         if isinstance(node, ast.Subscript):
             outer, index = self._path(node.value), node.slice
+            if outer and (entry := self._entry_at(outer, index)):
+                return (*outer, entry)
             is_reversed = isinstance(index, ast.Name) and index.id in self._descending
             return (*outer, _ENTRY_OF_REVERSED if is_reversed else _ENTRY) if outer else ()
         if isinstance(node, ast.Call) and _is_call_of("next", node):
             outer = self._path(node.args[0])
             return (*outer, _ENTRY) if outer else ()
         name = self._attribute_name(node)
+        known = None if name is None else self._value(name)
+        if isinstance(known, str) and known in self._module._modules:
+            return (known,)
         return self._aliases.get(name.id, ()) if isinstance(name, ast.Name) else ()
+
+    def _entry_at(self, path: Path, index: ast.AST) -> str:
+        """Returns the name of the entry of a list of modules at a known index, or an empty string."""
+        found, value = self._module_at(path), self._value(index)
+        if not isinstance(found, _LISTS) or isinstance(value, list) or value is None:
+            return ""
+        if isinstance(value, int) and value < 0:
+            value += len(found)
+        return str(value) if str(value) in found._modules else ""
 
     def _attribute_name(self, node: ast.AST) -> ast.AST | None:
         """Returns the name in `getattr(self, name)`, or None for other expressions."""

@@ -9,6 +9,7 @@ layers of lists that one loop goes through alternate.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from accelerate.base import PreparationError, listed, wrong_value
-from accelerate.strategies.pipeline.call_order import uses_in_order
+from accelerate.strategies.pipeline.call_order import Use, uses_in_order
 
 T = TypeVar("T")
 
@@ -52,12 +53,12 @@ class Child(NamedTuple):
     Attributes:
         name: Name in the other module.
         module: The module.
-        is_reversed: Whether it is a list whose entries are called from the last to the first.
+        order: Names of its entries in the order of their calls, if it is a list in another order.
     """
 
     name: str
     module: nn.Module
-    is_reversed: bool
+    order: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -138,15 +139,15 @@ def _checked(model: nn.Module, num_stages: int, split: Sequence[str]) -> list[st
     return list(split)
 
 
-def _layers_of(model: nn.Module, prefix: str = "", is_reversed: bool = False) -> Iterator[str]:
+def _layers_of(model: nn.Module, prefix: str = "", order: Sequence[str] = ()) -> Iterator[str]:
     """Yields the names of the modules in the outermost lists of a model."""
     if isinstance(model, nn.ModuleList) and _is_called(model):  # such as a list of parametrizations
         return
-    for child in chain.from_iterable(_groups_in_order(model, is_reversed)):
+    for child in chain.from_iterable(_groups_in_order(model, order)):
         if isinstance(model, _LISTS) and _is_called(child.module):
             yield f"{prefix}{child.name}"
         else:
-            yield from _layers_of(child.module, f"{prefix}{child.name}.", child.is_reversed)
+            yield from _layers_of(child.module, f"{prefix}{child.name}.", child.order)
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -154,23 +155,23 @@ def _is_called(module: nn.Module) -> bool:
     return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
 
 
-def _groups_in_order(module: nn.Module, is_reversed: bool) -> list[list[Child]]:
+def _groups_in_order(module: nn.Module, order: Sequence[str]) -> list[list[Child]]:
     """Returns the modules in a module, in the order in which the code of its forward calls them.
 
     The lists of modules that one loop goes through are one group.
 
     Args:
-        is_reversed: Whether the module is a list whose entries are called from the last to the first.
+        order: Names of the entries of a list in the order of their calls, as for `Child`.
     """
     uses = [use for use in uses_in_order(module) if use.is_call]
-    reversed_lists = {use.name for use in uses if use.is_reversed}
     children = [
-        Child(name, child, name in reversed_lists)
+        Child(name, child, _order_of_entries(child, [use for use in uses if use.name == name]))
         for name, child in module._modules.items()
         if child is not None
     ]
     if isinstance(module, _LISTS):
-        return [[child] for child in (reversed(children) if is_reversed else children)]
+        by_name = {child.name: child for child in children}
+        return [[by_name[name]] for name in order or by_name if name in by_name]
     first: dict[str, int] = {}
     for position, use in enumerate(uses):
         first.setdefault(use.name, position)
@@ -193,6 +194,15 @@ def _groups_in_order(module: nn.Module, is_reversed: bool) -> list[list[Child]]:
     return groups
 
 
+def _order_of_entries(module: nn.Module, uses: Sequence[Use]) -> Sequence[str]:
+    """Returns the names of the entries of a list in the order of their uses, if it is known."""
+    names = list(module._modules)
+    if any(use.is_reversed for use in uses):
+        return names[::-1]
+    used = list(dict.fromkeys(use.entry for use in uses))
+    return used if sorted(used) == sorted(names) else ()
+
+
 def _containers_of(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Returns the names of the modules whose forwards run on each stage, the outermost first.
 
@@ -207,7 +217,7 @@ def _containers_of(model: nn.Module, names: Sequence[str]) -> list[str]:
         read = {use.name for use in uses_in_order(module) if use.reads_weight}
         read |= {name for name, child in module._modules.items() if isinstance(child, _PARAMETERS)}
         containers.update(dict.fromkeys(f"{container}.{name}".removeprefix(".") for name in sorted(read)))
-        for group in _groups_in_order(module, False):
+        for group in _groups_in_order(module, ()):
             alternating = [f"{container}.{child.name}".removeprefix(".") for child in group]
             if not containers.keys().isdisjoint(alternating):
                 containers.update(dict.fromkeys(alternating))
@@ -222,19 +232,17 @@ def _submodule_names(model: nn.Module, containers: Sequence[str]) -> Iterator[st
 
 def _walk(model: nn.Module, containers: Collection[str]) -> Iterator[str]:
     """Yields the names of the modules in a model and in containers, tied ones by each of their names."""
-    return chain.from_iterable(_parts(model, containers, "", False))
+    return chain.from_iterable(_parts(model, containers, "", ()))
 
 
 def _parts(
-    model: nn.Module, containers: Collection[str], prefix: str, is_reversed: bool
+    model: nn.Module, containers: Collection[str], prefix: str, order: Sequence[str]
 ) -> Iterator[list[str]]:
     """Yields the names of each group of modules in a model, with those inside of containers."""
-    for group in _groups_in_order(model, is_reversed):
+    for group in _groups_in_order(model, order):
         names = [f"{prefix}{child.name}" for child in group]
         lists = [
-            list(_parts(child.module, containers, f"{name}.", child.is_reversed))
-            if name in containers
-            else []
+            list(_parts(child.module, containers, f"{name}.", child.order)) if name in containers else []
             for name, child in zip(names, group, strict=True)
         ]
         yield [*names, *chain.from_iterable(_alternated(lists))]
@@ -261,14 +269,16 @@ def _balanced(model: nn.Module, candidates: Sequence[str], num_stages: int) -> l
     """
     names = list(_submodule_names(model, _containers_of(model, candidates)))
     layers = set(candidates)
-    positions = [i for i, name in enumerate(names) if name in layers and i > 0]
+    modules = [model.get_submodule(name) for name in names]
+    calls = Counter(modules)
+    positions = [i for i, name in enumerate(names) if name in layers and i > 0 and calls[modules[i]] == 1]
     if len(positions) < num_stages - 1:
         raise PreparationError(
             f"{type(model).__name__} cannot be split into {num_stages} stages: a stage begins at a module of "
             f"an nn.ModuleList or nn.Sequential, and the model has {len(positions)} after its first one. "
             "Use fewer stages, or name the first module of each later stage in PipelineConfig(split=[...])."
         )
-    costs = [_cost(model.get_submodule(name)) for name in names]
+    costs = [_cost(module) for module in modules]
     total = [0]
     for cost in costs:
         total.append(total[-1] + cost)

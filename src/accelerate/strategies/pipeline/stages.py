@@ -34,7 +34,7 @@ from accelerate.strategies.pipeline.tracing import (
     tensors_in,
     to_zeros,
 )
-from accelerate.strategies.views import identical, without_views
+from accelerate.strategies.views import identical
 
 _OWNER = "_pipeline_of_submodule"
 """Attribute of submodules and of the model, with the function that replaces their `__call__`."""
@@ -64,7 +64,6 @@ class StageRun:
 
     def call(
         self,
-        split: Split,
         device: torch.device,
         submodule: Submodule,
         run: Callable[..., Any],
@@ -73,7 +72,7 @@ class StageRun:
     ) -> Any:
         """Returns the outputs of a submodule, or zeros if another stage computes it."""
         with self._functions.paused():
-            call = self._next_call(split, submodule, args, kwargs)
+            call = self._next_call(submodule, args, kwargs)
             args, kwargs = self.replace_received((args, kwargs))
             if call.stage == self.stage or call.outputs is None:
                 outputs = run(*args, **kwargs)
@@ -97,7 +96,7 @@ class StageRun:
             for index, tensor in enumerate(tensors_in(outputs)):
                 self._kept.setdefault(TensorKey(is_call, number, index), tensor)
 
-    def _next_call(self, split: Split, submodule: Submodule, args: Any, kwargs: Any) -> Call:
+    def _next_call(self, submodule: Submodule, args: Any, kwargs: Any) -> Call:
         """Returns the call of a submodule in the trace, and begins or ends the stage where it does so."""
         position, self._position = self._position, self._position + 1
         calls = self.trace.calls
@@ -111,7 +110,7 @@ class StageRun:
         if begins and call.stage == self.stage + 1:
             boundary = self.trace.boundaries[self.stage]
             tensors = self.replace_received(self._tensors_of(boundary, args, kwargs))
-            raise StageEnd(boundary, tensors, split.starts[self.stage].names[0])
+            raise StageEnd(boundary, tensors, submodule.names[0])
         if begins and call.stage == self.stage and self.stage > 0:
             replaced = self._tensors_of(self.trace.boundaries[self.stage - 1], args, kwargs)
             _set_values(replaced, self.received)
@@ -170,12 +169,11 @@ class StageEnd(Exception):
                     "tensors. Split the model at another module, in PipelineConfig(split=[...])."
                 )
         # FSDP may compute in another dtype than that of the weights in the trace. Schedules detach outputs in
-        # place, which views do not allow.
-        sent = [
-            tensor.to(spec.dtype).contiguous()
+        # place, which neither views nor tensors that a backward pass needs allow.
+        return tuple(
+            identical(tensor.to(spec.dtype).contiguous())
             for tensor, spec in zip(self.tensors, self.boundary.specs, strict=True)
-        ]
-        return tuple(without_views(sent))
+        )
 
 
 class PipelineModel:
@@ -271,7 +269,7 @@ class PipelineModel:
     def _replace_call(self, submodule: Submodule) -> None:
         def call(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if isinstance(self._run, StageRun):
-                return self._run.call(self.split, self.device, submodule, run, args, kwargs)
+                return self._run.call(self.device, submodule, run, args, kwargs)
             if isinstance(self._run, Tracer):
                 return self._run.call(submodule, run, args, kwargs)
             if self._is_absent(submodule):

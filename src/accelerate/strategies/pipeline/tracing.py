@@ -241,9 +241,8 @@ class Tracer(TorchFunctionMode):
         return outputs
 
     def _run(self, submodule: Submodule, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        starts = self._split.starts
-        if self.stage < len(starts) and submodule is starts[self.stage]:
-            self._enter(args, kwargs)
+        if self._begins_stage(submodule):
+            self._enter(submodule, args, kwargs)
         received = [leaf for leaf in tensors_in((args, kwargs)) if id(leaf) in self._received]
         if received and torch_private.is_in_reentrant_checkpoint():
             raise PreparationError(
@@ -269,6 +268,14 @@ class Tracer(TorchFunctionMode):
             outputs = collect_outputs(submodule.module, args, kwargs, outputs)
         return outputs, specs
 
+    def _begins_stage(self, submodule: Submodule) -> bool:
+        """Returns whether the next stage begins with a call of a module, the first one in this forward."""
+        if self.stage == len(self._split.starts):
+            return False
+        if not submodule.has_parameters:  # which any stage may call
+            return submodule is self._split.starts[self.stage]
+        return min(submodule.stages) == self.stage + 1
+
     def _other_stage(self, submodule: Submodule) -> PreparationError:
         """Returns the error for a module that the forward calls on a stage that does not have it."""
         name, starts = submodule.names[0], [start.names[0] for start in self._split.starts]
@@ -285,9 +292,9 @@ class Tracer(TorchFunctionMode):
             "name the first module of each stage in PipelineConfig(split=[...]), in the order of the forward."
         )
 
-    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, submodule: Submodule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begins the next stage, which receives the tensors among the arguments of its first submodule."""
-        start = self._split.starts[self.stage].names[0]
+        start = submodule.names[0]
         leaves, _ = flatten((args, kwargs))
         positions = [i for i, leaf in enumerate(leaves) if id(leaf) in self._stage_of]
         sent = [self._received.get(id(leaves[i]), (None, leaves[i]))[1] for i in positions]
@@ -319,7 +326,18 @@ class Tracer(TorchFunctionMode):
         module = submodule.module
         with planning.fake_operators(mode), restored_attributes(module), fake_weights(weights, self._device):
             converted = torch_private.pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
-            outputs = module.forward(*converted[0], **converted[1])
+            try:
+                outputs = module.forward(*converted[0], **converted[1])
+            except RuntimeError as error:
+                if "data is not allocated" not in str(error):
+                    raise
+                raise PreparationError(
+                    f"{type(self._model).__name__} cannot be split: {submodule.names[0]} "
+                    f"({type(module).__name__}) calls an operator that needs the values of a tensor, such as "
+                    "pack_padded_sequence, pad_packed_sequence or a recurrent layer with a packed sequence, "
+                    "and the trace of a forward has shapes only. Call recurrent layers with padded tensors "
+                    "and mask their outputs, or set pp_size=1."
+                ) from error
         return specs_of(outputs)
 
     # Functions in the code of containers
