@@ -6,7 +6,6 @@ from accelerate.planning.inputs import (
     timm_batch as timm_batch,
 )
 from accelerate.planning.layouts import (
-    OFFLOADS as OFFLOADS,
     SHARDINGS as SHARDINGS,
     ZERO_STAGES as ZERO_STAGES,
     Layout as Layout,

@@ -40,8 +40,6 @@ SHARDINGS = {
 ZERO_STAGES = ("none", "zero1", "zero2", "zero3")
 """Names of the shardings, indexed by ZeRO stage."""
 
-OFFLOADS = ("none", "optimizer", "all")
-"""Names of what is offloaded to host memory, where "all" is parameters, gradients and optimizer state."""
 
 UNITS_GATHERED = 2
 """Unsharded FSDP units on a device, which are the one that computes and its all-gather buffer."""
