@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any, NoReturn
 
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 
 from accelerate import strategies, torch_private
 from accelerate.accelerator.runtime import Runtime
-from accelerate.base import PreparationError, StateError, describe, listed, wrong_value
+from accelerate.base import PreparationError, StateError, listed, wrong_value
 from accelerate.checkpointing import LocalShards, Shard, to_local_shards
-from accelerate.ops import current_transport, is_dtensor
+from accelerate.ops import current_transport, is_dtensor, run_on_all_ranks
 from accelerate.optimizer import AcceleratedOptimizer
 
 Decay = float | Callable[[int], float]
@@ -219,21 +220,15 @@ class WeightAverage:
 
         Called on all ranks.
         """
-        names: list[tuple[str, str]] = []
-        failure: Exception | None = None
-        try:
+
+        def begin() -> list[tuple[str, str]]:
             self._free_gathered()
             self._stepped = self._take()
-            names = self._names()
-        except Exception as error:  # raised again, when the other ranks know it
-            failure = error
-        text = "" if failure is None else describe(failure)
-        gathered = current_transport().gather_object((names, text))
-        if failure is not None:
-            raise failure
-        if failures := [reason for _, reason in gathered if reason]:
-            raise PreparationError("; ".join(dict.fromkeys(failures)))
-        for first, name in (pair for part, _ in gathered for pair in part):
+            return self._names()
+
+        names = run_on_all_ranks(begin, PreparationError)
+        gathered = current_transport().gather_object(names)
+        for first, name in chain.from_iterable(gathered):
             known = self.aliases.setdefault(first, [])
             if name not in known:
                 known.append(name)

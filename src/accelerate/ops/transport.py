@@ -362,20 +362,21 @@ def open_consensus(transport: Transport, channel: StoreChannel | None) -> Consen
     return StoreConsensus(channel, transport.rank, transport.size, find_ended=find_ended)
 
 
-def run_on_all_ranks(action: Callable[[], Result]) -> Result:
-    """Runs an action on each rank, and raises a `CheckpointError` on all ranks if it fails on one.
+def run_on_all_ranks(action: Callable[[], Result], kind: type[AccelerateError] = CheckpointError) -> Result:
+    """Runs an action on each rank, and raises an error of a class on all ranks if it fails on one.
 
     Called on all ranks. The action does not communicate.
     """
-    result, failure = None, ""
+    result: Any = None
+    cause: Exception | None = None
     try:
         result = action()
     except Exception as error:  # raised again, on all ranks
-        failure = describe(error)
-    failures = [text for text in current_transport().gather_object(failure) if text]
-    if failures:
-        raise CheckpointError("; ".join(dict.fromkeys(failures)))
-    return result  # type: ignore[return-value]  # None only where the action returned it
+        cause = error
+    failures = current_transport().gather_object("" if cause is None else describe(cause))
+    if any(failures):
+        raise kind("; ".join(dict.fromkeys(filter(None, failures)))) from cause
+    return result  # type: ignore[no-any-return]
 
 
 def run_on_rank_0(action: Callable[[], Result]) -> Result | None:
