@@ -23,20 +23,10 @@ ADDED_LINES = {
         )
     },
     TABLE: {
-        "LAYERS = (\n": '    Row("doubles outputs", _doubling, _has(MeshAxis.XP)),\n',
+        "LAYERS = (\n": '    Row("axes.doubling.DoublingAxis", "doubles outputs", _has(MeshAxis.XP)),\n',
     },
 }
 """Lines that the recipe adds to files, each after an existing one."""
-BUILD = """
-
-def _doubling(strategy: Strategy) -> Layer:
-    from accelerate.strategies.axes.doubling import DoublingAxis
-
-    return DoublingAxis(strategy.context.mesh[MeshAxis.XP.value].size())
-
-
-LAYERS = (
-"""
 AXIS = '''"""Axis whose ranks read the same batch, and double outputs."""
 
 from accelerate.strategies.layer import Layer
@@ -45,8 +35,8 @@ from accelerate.strategies.layer import Layer
 class DoublingAxis(Layer):
     """Axis that multiplies outputs by its size."""
 
-    def __init__(self, size):
-        self.size = size
+    def __init__(self, strategy):
+        self.size = strategy.context.mesh["xp"].size()
 
     def transform_model(self, model, micro_batch_size=1):
         model.register_forward_hook(lambda model, inputs, output: output * self.size)
@@ -79,8 +69,6 @@ def add_axis(package: Path) -> None:
         for line, following in added.items():
             assert text.count(line) == 1, f"{name} has {line!r} {text.count(line)} times"
             text = text.replace(line, line + following)
-        if name == TABLE:
-            text = text.replace("\nLAYERS = (\n", BUILD)
         (package / name).write_text(text, encoding="utf-8")
     (package / LAYER).write_text(AXIS, encoding="utf-8")
 

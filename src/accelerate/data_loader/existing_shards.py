@@ -18,7 +18,7 @@ from accelerate.data_loader.native_sharding import (
 from accelerate.data_loader.plan import is_sharded
 from accelerate.data_loader.rank_aware import check_settings, match_ranks
 from accelerate.logging import get_logger
-from accelerate.ops import Transport, current_transport
+from accelerate.ops import reachable_transport
 
 logger = get_logger(__name__)
 
@@ -69,9 +69,3 @@ def find_native_shard(
         return None
     transport = None if shard.is_given else reachable_transport(num_processes)
     return shard if transport is None or is_the_same_everywhere(loader.dataset, transport) else None
-
-
-def reachable_transport(num_processes: int) -> Transport | None:
-    """Returns the transport to the processes that shard a loader, or None if it does not connect them."""
-    transport = current_transport()
-    return transport if transport.size == num_processes else None

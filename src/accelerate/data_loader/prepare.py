@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from accelerate.base import PreparationError
 from accelerate.data_loader.base import DataLoaderAdapter, kept_settings, sampler_under
 from accelerate.data_loader.constant_batches import has_constant_batches
 from accelerate.data_loader.dispatcher import DataLoaderDispatcher
-from accelerate.data_loader.existing_shards import find_native_shard, find_user_shard, reachable_transport
+from accelerate.data_loader.existing_shards import find_native_shard, find_user_shard
 from accelerate.data_loader.index_order import order_arguments, seed_order, shard_order
 from accelerate.data_loader.iterable_shard import IterableDatasetShard, with_state
 from accelerate.data_loader.last_batch import PaddingSource, length_of
@@ -33,7 +33,7 @@ from accelerate.data_loader.rank_aware import (
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, shard_of
 from accelerate.data_loader.stream_check import StreamCheck
 from accelerate.devices import of_device
-from accelerate.ops import Transport
+from accelerate.ops import Transport, reachable_transport
 from accelerate.state import PartialState
 
 Loader = TypeVar("Loader", bound=DataLoader[Any])
@@ -183,11 +183,12 @@ def _decide(
 
     Called on all ranks.
     """
-    user_shard = find_user_shard(loader, num_processes, groups, already_sharded)
+    is_plain = not already_sharded and _has_plain_order(loader)
+    user_shard = None if is_plain else find_user_shard(loader, num_processes, groups, already_sharded)
     if user_shard is not None:
         check_settings(loader, user_shard, split=split, dispatch=dispatch)
     native_shard = None
-    if not is_xla:
+    if not is_xla and not is_plain:
         is_checked = already_sharded is None
         native_shard = find_native_shard(
             loader, num_processes, groups, dispatch, user_shard, is_checked=is_checked
@@ -204,6 +205,14 @@ def _decide(
         already_sharded=user_shard,
     )
     return decided, None if native_shard is None else native_shard.dataset
+
+
+def _has_plain_order(loader: DataLoader[Any]) -> bool:
+    """Returns whether samplers of torch that know no ranks order a map-style dataset."""
+    batch_sampler = loader.batch_sampler
+    if isinstance(loader.dataset, IterableDataset) or type(batch_sampler) is not BatchSampler:
+        return False
+    return type(batch_sampler.sampler) in (SequentialSampler, RandomSampler)
 
 
 def _shard(

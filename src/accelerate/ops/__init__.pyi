@@ -45,6 +45,7 @@ from accelerate.ops.transport import (
     AsyncReduction as AsyncReduction,
     current_transport as current_transport,
     open_consensus as open_consensus,
+    reachable_transport as reachable_transport,
     reduce_async as reduce_async,
     run_on_all_ranks as run_on_all_ranks,
     run_on_rank_0 as run_on_rank_0,

@@ -265,6 +265,12 @@ def current_transport() -> Transport:
     return services.put(Transport, Transport() if state.num_processes == 1 else kind(state), uses_group=True)
 
 
+def reachable_transport(num_processes: int) -> Transport | None:
+    """Returns the transport to a number of processes, or None if it does not connect them."""
+    transport = current_transport()
+    return transport if transport.size == num_processes else None
+
+
 def _unpickle_transport() -> Transport:
     """Returns the transport of this process, or a local one without a state, as in a DataLoader worker."""
     return current_transport() if PartialState._shared_state else Transport()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
+from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -22,16 +22,23 @@ class Row(NamedTuple):
     """Row of the table.
 
     Attributes:
-        purpose: What the layer adds to a run.
-        build: Returns the layer of a strategy, and imports its module.
+        layer: Class of the layer, in `accelerate.strategies`, whose module is imported with the first object.
+        purpose: What it does.
         is_requested: Returns whether a run begins with the layer.
         is_needed_for: Returns whether an object that is prepared needs the layer.
     """
 
+    layer: str
     purpose: str
-    build: Callable[[Strategy], Layer]
     is_requested: Callable[[Strategy], bool]
     is_needed_for: Callable[[Strategy, Any, bool | None], bool] = lambda strategy, obj, requested: False
+
+    def build(self, strategy: Strategy) -> Layer:
+        """Returns the layer of a strategy."""
+        module, _, name = self.layer.rpartition(".")
+        layer: Layer = getattr(import_module(f"accelerate.strategies.{module}"), name)(strategy)
+        layer.row = self.layer
+        return layer
 
 
 def _has(axis: MeshAxis) -> Callable[[Strategy], bool]:
@@ -44,81 +51,28 @@ def _has(axis: MeshAxis) -> Callable[[Strategy], bool]:
     return has_axis
 
 
-def _kept_structures(strategy: Strategy) -> Layer:
-    from accelerate.strategies.pipeline import KeptStructures
-
-    return KeptStructures(strategy)
-
-
 def _compares_pipelines(strategy: Strategy) -> bool:
     parallelism = strategy.context.request.parallelism
     handler = None if parallelism is None else parallelism.pp_handler
     return handler is not None and handler.verify and _has(MeshAxis.PP)(strategy)
 
 
-def _context(strategy: Strategy) -> Layer:
-    from accelerate.strategies.axes import ContextAxis
-
-    context = strategy.context
-    assert context.request.parallelism is not None
-    return ContextAxis(context.mesh, context.request.parallelism.cp_handler, context.mixed_precision)
-
-
-def _ulysses(strategy: Strategy) -> Layer:
-    from accelerate.strategies.axes import UlyssesAxis
-
-    parallelism = strategy.context.request.parallelism
-    assert parallelism is not None
-    return UlyssesAxis(parallelism.sp_size, parallelism.sp_handler)
-
-
-def _experts(strategy: Strategy) -> Layer:
-    from accelerate.strategies.axes import ExpertAxis
-
-    return ExpertAxis(strategy)
-
-
-def _tensor(strategy: Strategy) -> Layer:
-    from accelerate.strategies.axes import TensorAxis
-
-    return TensorAxis(strategy)
-
-
-def _pipeline(strategy: Strategy) -> Layer:
-    from accelerate.strategies.pipeline import PipelineAxis
-
-    return PipelineAxis(strategy)
-
-
-def _sharded(strategy: Strategy) -> Layer:
-    from accelerate.strategies.sharded_models import ShardedModels
-
-    return ShardedModels(strategy)
-
-
 def _shards_some(strategy: Strategy) -> bool:
     """Returns whether a run shards parameters, of which some may stay whole."""
-    return strategy.shards_models and not strategy.flattens_parameters or _has(MeshAxis.PP)(strategy)
+    is_sharding = strategy.shards_models and not strategy.flattens_parameters
+    return is_sharding or _has(MeshAxis.PP)(strategy)
 
 
 def _is_sharded(strategy: Strategy, obj: Any, requested: bool | None) -> bool:
     return isinstance(obj, nn.Module) and strategy.keeps_sharding(obj)
 
 
-def _recomputation(strategy: Strategy) -> Layer:
-    from accelerate.strategies.recomputation import Recomputation
-
-    return Recomputation(strategy)
-
-
 def _recomputes(strategy: Strategy) -> bool:
     return strategy.context.request.activations is not None
 
 
-def _matrices(strategy: Strategy) -> Layer:
-    from accelerate.strategies.matrix_owners import WholeMatrices
-
-    return WholeMatrices(strategy)
+def _never(strategy: Strategy) -> bool:
+    return False
 
 
 def _steps_matrices(strategy: Strategy, obj: Any, requested: bool | None) -> bool:
@@ -127,28 +81,23 @@ def _steps_matrices(strategy: Strategy, obj: Any, requested: bool | None) -> boo
     return needs_whole_matrices(obj.optimizer) if requested is None else requested
 
 
-def _never(strategy: Strategy) -> bool:
-    return False
-
-
 LAYERS = (
-    Row("keeps structures of models to compare their pipelines with", _kept_structures, _compares_pipelines),
-    Row("splits sequences, with attention over all ranks", _context, _has(MeshAxis.CP)),
-    Row("splits sequences, and exchanges heads for them (DeepSpeed)", _ulysses, _has(MeshAxis.SP)),
-    Row("shards experts, whose ranks have different batches", _experts, _has(MeshAxis.EP)),
-    Row("shards the weights of layers", _tensor, _has(MeshAxis.TP)),
-    Row("keeps the layers of this rank, and runs micro-batches in a schedule", _pipeline, _has(MeshAxis.PP)),
-    Row("keeps the meshes of models that are sharded already", _sharded, _shards_some, _is_sharded),
-    Row("computes activations again in backward", _recomputation, _recomputes),
-    Row("steps some parameters of an optimizer as a whole", _matrices, _never, _steps_matrices),
+    Row("pipeline.KeptStructures", "keeps structures of models before they are split", _compares_pipelines),
+    Row("axes.ContextAxis", "splits sequences, with attention over all ranks", _has(MeshAxis.CP)),
+    Row("axes.UlyssesAxis", "splits sequences, and exchanges heads for them (DeepSpeed)", _has(MeshAxis.SP)),
+    Row("axes.ExpertAxis", "shards experts, whose ranks have different batches", _has(MeshAxis.EP)),
+    Row("axes.TensorAxis", "shards the weights of layers of models", _has(MeshAxis.TP)),
+    Row("pipeline.PipelineAxis", "keeps and runs the stages of this rank", _has(MeshAxis.PP)),
+    Row("sharded_models.ShardedModels", "keeps the meshes of sharded models", _shards_some, _is_sharded),
+    Row("recomputation.Recomputation", "computes activations again in backward", _recomputes),
+    Row("matrix_owners.WholeMatrices", "steps parameters as a whole", _never, _steps_matrices),
 )
 """Layers in their order."""
 
 
 def compose(strategy: Composed) -> Composed:
     """Adds the layers of its run to a strategy, and returns it."""
-    rows = [index for index, row in enumerate(LAYERS) if row.is_requested(strategy)]
-    strategy.layers = tuple(_build(strategy, index) for index in rows)
+    strategy.layers = tuple(row.build(strategy) for row in LAYERS if row.is_requested(strategy))
     strategy.admit = admit
     return strategy
 
@@ -161,17 +110,13 @@ def admit(strategy: Strategy, obj: Any, requested: bool | None = None) -> None:
         obj: A model, or a prepared optimizer.
         requested: Whether the program requests that ranks step whole matrices, or None.
     """
-    present = {layer.position for layer in strategy.layers}
-    for index, row in enumerate(LAYERS):
-        if index not in present and row.is_needed_for(strategy, obj, requested):
-            layers = [*strategy.layers, _build(strategy, index)]
-            strategy.layers = tuple(sorted(layers, key=attrgetter("position")))
-
-
-def _build(strategy: Strategy, index: int) -> Layer:
-    layer = LAYERS[index].build(strategy)
-    layer.position = index
-    return layer
+    present = {layer.row: layer for layer in strategy.layers}
+    needed = [
+        row for row in LAYERS if row.layer not in present and row.is_needed_for(strategy, obj, requested)
+    ]
+    if needed:
+        present |= {row.layer: row.build(strategy) for row in needed}
+        strategy.layers = tuple(present[row.layer] for row in LAYERS if row.layer in present)
 
 
 def divide_steps(strategy: Strategy, optimizer: AcceleratedOptimizer, whole_matrices: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +25,35 @@ from accelerate.strategies.matrix_states import gather_owned_states, local_state
 from accelerate.strategies.state import Fill, GatheredOptimizer, StrategyState, WholeWeights
 
 
-class DistributedTensorState(StrategyState):
-    """State of models and optimizers with DTensors."""
+class GatheredState(StrategyState):
+    """State whose weights are gathered one by one, for the first rank of each node."""
 
     takes_dtensors = True
+
+    def gatherable_weights(self, model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+        weights, whole = self.whole_weights(model)
+        return weights, partial(self._gather, whole)
+
+    @torch.no_grad()
+    def _gather(self, whole: Callable[[Any], Tensor], weight: Any) -> Any:
+        """Returns a whole tensor on the CPU of the first rank of each node, and an empty one on others.
+
+        Other values, such as extra states of modules, are returned unchanged.
+        """
+        return self.keep(whole(weight)) if hasattr(weight, "dtype") else weight
+
+    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
+        """Returns the whole state dict on the CPU of the first rank of each node."""
+        return self._gather_all(*self.whole_weights(model))
+
+    def _gather_all(self, weights: Mapping[str, Any], whole: Callable[[Any], Tensor]) -> dict[str, Any]:
+        unique = {id(weight): weight for weight in weights.values()}  # tied tensors stay tied
+        gathered = {key: self._gather(whole, weight) for key, weight in unique.items()}
+        return {name: gathered[id(w)] for name, w in weights.items()} if self.keeps_whole_states else {}
+
+
+class DistributedTensorState(GatheredState):
+    """State of models and optimizers with DTensors."""
 
     def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
         return [
@@ -35,38 +61,17 @@ class DistributedTensorState(StrategyState):
             for optimizer in optimizers
         ]
 
-    def gatherable_weights(self, model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Tensor]] | None:
-        return self._inner(model).state_dict(keep_vars=True), self._gather
-
     def whole_weights(self, model: nn.Module) -> WholeWeights:
         return self._inner(model).state_dict(keep_vars=True), whole_tensor
 
-    @torch.no_grad()
-    def _gather(self, value: Any) -> Any:
-        """Returns a whole tensor on the CPU of the first rank of each node, and an empty one on others.
-
-        Other values, such as extra states of modules, are returned unchanged.
-        """
-        if not isinstance(value, Tensor):
-            return value
-        return self.keep(whole_tensor(value))
+    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
+        source = self._inner(model) if unwrap else model
+        return self._gather_all(source.state_dict(keep_vars=True), whole_tensor)
 
     def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
         inner = self._inner(model)
         targets = inner.state_dict(keep_vars=True)
         fill(inner, {name: distribute_like(value, targets.get(name, value)) for name, value in state.items()})
-
-    @torch.no_grad()
-    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        """Returns the full state dict on the CPU of the first rank of each node."""
-        source = self._inner(model) if unwrap else model
-        state: dict[str, Any] = {}
-        gathered: dict[int, Any] = {}  # tied tensors stay tied
-        for name, value in source.state_dict(keep_vars=True).items():
-            if id(value) not in gathered:
-                gathered[id(value)] = self._gather(value)
-            state[name] = gathered[id(value)]
-        return state if self.keeps_whole_states else {}
 
 
 class WholeOptimizer(GatheredOptimizer):

@@ -40,7 +40,7 @@ class Layer:
     4. At the end: `release`.
     """
 
-    position: int = 0  # in the table of layers
+    row: str = ""  # name of its row in the table of layers
     divides_models: bool = False  # whether ranks have the gradients of different parameters of a model
     splits_buffers: bool = False  # whether `split_batch` splits tensors of the training loop
     groups: Any = None  # process groups in the form that an engine takes, or None

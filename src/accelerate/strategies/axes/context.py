@@ -52,9 +52,10 @@ class ContextAxis(Layer):
 
     splits_buffers = True
 
-    def __init__(self, mesh: Any, handler: Any, precision: str = "no") -> None:
-        self._mesh = mesh
-        self._handler, self._precision = handler, precision
+    def __init__(self, strategy: Any) -> None:
+        context = strategy.context
+        self._mesh, self._handler = context.mesh, context.request.parallelism.cp_handler
+        self._precision: str = context.mixed_precision
         self._models: WeakSet[nn.Module] = WeakSet()
 
     def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:

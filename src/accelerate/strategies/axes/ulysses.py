@@ -17,9 +17,9 @@ from accelerate.strategies.layer import Layer
 class UlyssesAxis(Layer):
     """Axis along which the sequences of transformers models are sharded."""
 
-    def __init__(self, size: int | None, handler: Any) -> None:
-        self._size = int(size or 1)
-        self._handler = handler
+    def __init__(self, strategy: Any) -> None:
+        parallelism = strategy.context.request.parallelism
+        self._size, self._handler = int(parallelism.sp_size), parallelism.sp_handler
 
     def transform_model(self, model: Any, micro_batch_size: int = 1) -> Any:
         """Registers DeepSpeed's attention for a transformers model."""

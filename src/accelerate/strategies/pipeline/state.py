@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from accelerate import checkpointing
 from accelerate.base import CheckpointError
@@ -27,11 +27,12 @@ from accelerate.checkpointing import (
     ShardedState,
     ShardIndex,
 )
+from accelerate.strategies.dtensor_state import GatheredState
 from accelerate.strategies.dtensors import distribute_like, named_parameters, whole_tensor
 from accelerate.strategies.matrix_states import local_states, owned_states
 from accelerate.strategies.pipeline.runner import Pipeline
 from accelerate.strategies.pipeline.weights import whole_weights
-from accelerate.strategies.state import Fill, StrategyState, WholeWeights
+from accelerate.strategies.state import Fill, WholeWeights
 
 Names = list[list[list[str]]]
 """Names of each parameter of each group of an optimizer, the saved one first."""
@@ -61,7 +62,7 @@ class Owner(NamedTuple):
     first: int
 
 
-class PipelineState(StrategyState):
+class PipelineState(GatheredState):
     """State of the models and optimizers of a run with pipeline parallelism.
 
     Args:
@@ -70,7 +71,6 @@ class PipelineState(StrategyState):
     """
 
     saves_shards = True
-    takes_dtensors = True
 
     def __init__(self, strategy: Any, axis: Any) -> None:
         super().__init__(strategy)
@@ -87,22 +87,11 @@ class PipelineState(StrategyState):
 
     # Whole states
 
-    def gatherable_weights(self, model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Tensor]]:
-        weights, whole = self.whole_weights(model)
-        return weights, lambda weight: self.keep(whole(weight))
-
     def whole_weights(self, model: nn.Module) -> WholeWeights:
         pipeline = self._pipeline(model)
         if pipeline is None:
             return self._inner(model).state_dict(keep_vars=True), whole_tensor
         return whole_weights(pipeline)
-
-    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        """Returns the state dict of the whole model on the CPU of the first rank of each node."""
-        weights, gather = self.gatherable_weights(model)
-        whole = {id(weight): gather(weight) for weight in {id(w): w for w in weights.values()}.values()}
-        state = {name: whole[id(weight)] for name, weight in weights.items()}
-        return state if self.keeps_whole_states else {}
 
     def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
         pipeline, inner = self._pipeline(model), self._inner(model)

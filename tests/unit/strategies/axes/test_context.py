@@ -46,7 +46,9 @@ def whole() -> Iterator[torch.Tensor]:
 
 
 def transformed(model: nn.Module) -> Any:
-    ContextAxis(None, None).transform_model(model)
+    request = SimpleNamespace(parallelism=SimpleNamespace(cp_handler=None))
+    context = SimpleNamespace(mesh=None, mixed_precision="no", request=request)
+    ContextAxis(SimpleNamespace(context=context)).transform_model(model)
     return model
 
 

@@ -96,8 +96,8 @@ class Loader:
 
 
 def test_attention_is_registered_and_loaders_are_divided(deepspeed):
-    parallelism = ParallelismConfig(sp_size=2, dp_shard_size=1)
-    shared = UlyssesAxis(parallelism.sp_size, parallelism.sp_handler)
+    request = SimpleNamespace(parallelism=ParallelismConfig(sp_size=2, dp_shard_size=1))
+    shared = UlyssesAxis(SimpleNamespace(context=SimpleNamespace(request=request)))
     given = model(_attn_implementation="sdpa", num_attention_heads=4)
     with pytest.raises(PreparationError, match="prepare the model first"):
         shared.transform_loader(Loader(), given)
