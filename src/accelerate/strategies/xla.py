@@ -8,7 +8,7 @@ Source: https://docs.pytorch.org/xla/master/learn/api-guide.html, .../perf/spmd_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any, ClassVar, NoReturn
 from weakref import WeakSet
@@ -140,11 +140,6 @@ class XlaReplicas(Strategy):
 
     def check_model(self, model: nn.Module) -> None:
         refuse_split_model(model, "and XLA devices take whole models")
-
-    def replace_parameters(self, parameters: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Records replaced parameters, and updates all optimizers."""
-        self.session.replace(parameters)
-        self.session.remap([*self.session.waiting, *self.session.prepared.optimizers])
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
         """Returns the optimizer in a wrapper that averages gradients before it steps."""
@@ -285,7 +280,8 @@ class XlaFullySharded(XlaReplicas):
             )
         wrapped: nn.Module = kind(model, **arguments)
         shards = dict(_shards_by_name(wrapped, kind))
-        self.replace_parameters((old, shards[name]) for name, old in before.items() if name in shards)
+        self.session.replace((old, shards[name]) for name, old in before.items() if name in shards)
+        self.session.remap([*self.session.waiting, *self.session.prepared.optimizers])
         self._wrapped.add(wrapped)
         return self.compile(wrapped)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.strategies import Layer, RunRequest, compose, splitting_layer
 from accelerate.strategies.axes import ContextAxis, ExpertAxis, TensorAxis, UlyssesAxis
+from accelerate.strategies.composition import LAYERS
 from accelerate.strategies.layer import entered
 from accelerate.strategies.sharded_models import ShardedModels
 
@@ -89,3 +91,12 @@ def test_a_layer_changes_nothing_by_default() -> None:
 def test_the_layer_that_splits_buffers_is_found() -> None:
     assert isinstance(splitting_layer(composed({"cp_size": 2}).layers), ContextAxis)
     assert not splitting_layer(composed({"tp_size": 2}).layers).splits_buffers
+
+
+def test_the_page_of_the_architecture_has_the_table_of_layers() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    written = [(row[0].strip("|` "), row[-1].strip("| ")) for row in rows if len(row) == 3]
+    table = [(row.layer, row.purpose) for row in LAYERS]
+    start = written.index(table[0])
+    assert written[start : start + len(table)] == table

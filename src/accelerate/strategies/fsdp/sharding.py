@@ -10,7 +10,7 @@ import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,14 @@ from accelerate.base import PreparationError, listed
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.plugins import bind_policy, find_units, read_policy
+from accelerate.strategies.axes import (
+    ExpertMeshes,
+    list_experts,
+    mesh_of_fsdp,
+    meshes_of,
+    shard_experts,
+    shard_layers,
+)
 from accelerate.strategies.dtensors import apply_to_shards, named_parameters
 from accelerate.strategies.fsdp.arguments import check_arguments
 from accelerate.strategies.fsdp.parameters import (
@@ -31,9 +39,6 @@ from accelerate.strategies.fsdp.parameters import (
 )
 from accelerate.strategies.recomputation import recompute
 from accelerate.strategies.views import shard_unit
-
-if TYPE_CHECKING:
-    from accelerate.strategies.axes import ExpertMeshes
 
 # torch.distributed.fsdp takes a second to import, so functions import it.
 Model = TypeVar("Model", bound=nn.Module)
@@ -58,8 +63,6 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-    from accelerate.strategies import axes
-
     if issubclass(type(model), FSDPModule):  # the class that fully_shard sets
         return model
     plugin = accelerator.state.fsdp_plugin
@@ -82,10 +85,10 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
     names_of_ignored = [name for name, parameter in named_parameters(model).items() if parameter in ignored]
     weights = MainWeights(model) if loads_from_rank0 else None
     meshes = _meshes_with_experts(accelerator)
-    axes.shard_layers(model, accelerator.torch_device_mesh if meshes is None else meshes.others, experts)
+    shard_layers(model, accelerator.torch_device_mesh if meshes is None else meshes.others, experts)
     for module in experts:
         assert meshes is not None
-        axes.shard_experts(module, meshes.experts, meshes.copies, meshes.scale)
+        shard_experts(module, meshes.experts, meshes.copies, meshes.scale)
     if plugin.activation_checkpointing:
         model = fsdp2_apply_ac(accelerator, model)
     parameters = named_parameters(model)
@@ -104,8 +107,6 @@ def _meshes_with_experts(accelerator: Any) -> ExpertMeshes | None:
     parallelism = accelerator.state.parallelism_config
     if parallelism is None or not parallelism.ep_enabled:
         return None
-    from accelerate.strategies.axes import meshes_of
-
     return meshes_of(parallelism)
 
 
@@ -114,8 +115,6 @@ def _experts_of(accelerator: Any, model: nn.Module) -> list[nn.Module]:
     parallelism = accelerator.state.parallelism_config
     if parallelism is None or not parallelism.ep_enabled:
         return []
-    from accelerate.strategies.axes import list_experts
-
     return list_experts(model, parallelism.ep_handler.is_experts)
 
 
@@ -187,8 +186,6 @@ def _sharding_meshes(accelerator: Any) -> tuple[DeviceMesh, DeviceMesh]:
     """
     meshes = _meshes_with_experts(accelerator)
     if meshes is not None:
-        from accelerate.strategies.axes import mesh_of_fsdp
-
         return mesh_of_fsdp(meshes.others), mesh_of_fsdp(meshes.experts)
     mesh = _sharding_mesh(accelerator)
     return mesh, mesh

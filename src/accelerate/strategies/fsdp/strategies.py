@@ -45,10 +45,8 @@ from accelerate.strategies.dtensor_state import DistributedTensorState
 from accelerate.strategies.dtensors import (
     ParameterRemapper,
     apply_to_shards,
-    gradient_sync,
     keep_gathered,
     named_parameters,
-    reduction_in_replicas,
     send_unsharded,
     units_of,
 )
@@ -242,9 +240,6 @@ class Fsdp2(DistributedTensors):
         with keep_gathered(units), super().unsharded(models):
             yield
 
-    def no_sync(self, model: nn.Module, *, early: bool = False) -> AbstractContextManager[Any]:
-        return reduction_in_replicas(model) if early else gradient_sync(model, enabled=False)
-
 
 class TensorParallel(DistributedTensors):
     """Tensor parallelism without data parallelism, in which all ranks shard each layer."""
@@ -268,9 +263,6 @@ class TensorParallel(DistributedTensors):
 
 class ReplicatedTensorParallel(TensorParallel):
     """Tensor parallelism with data parallelism, in which FSDP 2 averages gradients over the replicas."""
-
-    def no_sync(self, model: nn.Module, *, early: bool = False) -> AbstractContextManager[Any]:
-        return reduction_in_replicas(model) if early else gradient_sync(model, enabled=False)
 
     def _shard_layers(self, model: nn.Module) -> nn.Module:
         """Shards layers, and makes FSDP 2 average gradients, with shards over one rank as replicas."""
