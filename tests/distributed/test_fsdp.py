@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.base import AccelerateError, PreparationError
+from accelerate.base import AccelerateError, PreparationError, StateError
 from accelerate.state import AcceleratorState
 from accelerate.utils import AORecipeKwargs, DistributedType, TorchDynamoPlugin, has_compiled_regions
 
@@ -751,3 +751,18 @@ def refuse_lost_changes() -> None:
 
 def test_lists_and_dicts_that_a_unit_changes_are_refused(run: Run) -> None:
     run(refuse_lost_changes)
+
+
+def penalize(version: int) -> str:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version))
+    model = accelerator.prepare(Net())
+    inputs = torch.ones(2, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    with pytest.raises(StateError) as error:
+        accelerator.backward((gradient.norm() - 1).square())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_gradient_penalty_is_refused(run: Run, version: int) -> None:
+    assert all("one backward pass for a forward" in text for text in run(penalize, version))

@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from accelerate import torch_private
-from accelerate.base import DistributedType
+from accelerate.base import DistributedType, StateError
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.planning import Layout
@@ -141,6 +141,20 @@ class Sharded(Strategy, ABC):
         if self.context.request.dynamo.use_regional_compilation:
             return self.split(self.compile(model))
         return self.compile(self.split(model))
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        try:
+            super().backward(loss, **kwargs)
+        except RuntimeError as error:
+            if "storage of size 0" not in str(error):
+                raise
+            raise StateError(
+                "The backward pass needs weights that FSDP has freed after an earlier backward pass of the "
+                "same forward, such as that of a gradient penalty (torch.autograd.grad with "
+                "create_graph=True) or with retain_graph=True. FSDP computes one backward pass for a "
+                "forward. Train this model with DistributedDataParallel, or compute the penalty from "
+                "forwards only, such as the change of the outputs for a small change of the inputs."
+            ) from error
 
     @abstractmethod
     def split(self, model: nn.Module) -> nn.Module:
