@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import signal
@@ -29,6 +30,8 @@ from accelerate.settings.sections import LaunchSection
 
 ATTEMPTS = 3
 PORT_TAKEN = "EADDRINUSE"
+OF_OTHER_VALUES = (json.JSONDecodeError, UnicodeDecodeError)
+"""Errors of the agent of torch for a store that another program at its port has written to."""
 POLL = 0.05
 SECONDS_FOR_CAUSE = 2.0
 """Seconds that ranks may run after one has lost another, which may still record its error."""
@@ -106,6 +109,11 @@ class Ranks:
         self._seen = Exits({})
         self._early: list[int] = []
         self._ignored = children.ignored_for_good()
+
+    @property
+    def have_started(self) -> bool:
+        """Whether the agent has started processes."""
+        return self._context is not None
 
     def on_request(self, number: int, frame: FrameType | None) -> None:
         """Forwards a request to all ranks, or keeps it until they are started."""
@@ -266,9 +274,13 @@ def _run_where_port_is_free(plan: LaunchPlan, ranks: Ranks) -> int:
                 f"{plan.smallest.machines or plan.machines}. Start the others, or pass another --nnodes; "
                 "--rdzv_conf join_timeout=SECONDS sets the time (600)."
             ) from error
-        except (DistError, RendezvousError) as error:
-            if PORT_TAKEN not in str(error) or plan.machines > 1 or attempt == ATTEMPTS:
+        except (DistError, RendezvousError, *OF_OTHER_VALUES) as error:
+            has_other_values = isinstance(error, OF_OTHER_VALUES)
+            is_taken = PORT_TAKEN in str(error) or (has_other_values and not ranks.have_started)
+            if not is_taken or plan.machines > 1 or attempt == ATTEMPTS:
                 reason = " ".join(str(error).split())
+                if has_other_values:
+                    reason = f"its store has values that are not those of this launch ({reason})."
                 raise LaunchError(
                     f"The rendezvous at {plan.address}:{plan.port} failed: {reason} "
                     f"Check that this address is that of machine 0, that the port is free there and open "
@@ -298,6 +310,8 @@ def _run_agent(plan: LaunchPlan, ranks: Ranks) -> int:
         logger.setLevel(logging.CRITICAL)
     try:
         torchrun.run(arguments)  # type: ignore[no-untyped-call]
+    except OF_OTHER_VALUES:  # not about settings
+        raise
     except ValueError as error:  # raised before a process is started
         reason = " ".join(str(error).split()).rstrip(".?")
         raise ConfigurationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from accelerate.launch.backends.elastic import ATTEMPTS, ElasticLauncher, LocalL
 from accelerate.launch.children import FORWARDED, REQUESTS, exit_code
 
 PLAN = LaunchPlan("elastic", Target("script", "a.py"), processes=2)
+OTHER = json.JSONDecodeError("Expecting value", "", 0)  # the value of another program
 TAKEN = DistNetworkError("The server socket has failed to listen. name: EADDRINUSE")
 
 
@@ -40,8 +42,9 @@ class Agent:
         return 7
 
 
-def test_a_port_that_is_in_use_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    agent = Agent(TAKEN)
+@pytest.mark.parametrize("error", [TAKEN, OTHER])
+def test_a_port_that_is_in_use_is_replaced(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    agent = Agent(error)
     monkeypatch.setattr(elastic, "_run_agent", agent)
     assert ElasticLauncher().run(PLAN) == 7
     first, second = agent.ports
@@ -55,6 +58,8 @@ def test_a_port_that_is_in_use_is_replaced(monkeypatch: pytest.MonkeyPatch) -> N
         (replace(PLAN, machines=2), [TAKEN], 1),
         (PLAN, [TAKEN] * ATTEMPTS, ATTEMPTS),
         (PLAN, [DistStoreError("timed out after 5 seconds")], 1),
+        (PLAN, [OTHER] * ATTEMPTS, ATTEMPTS),
+        (replace(PLAN, machines=2), [OTHER], 1),
     ],
 )
 def test_a_failed_rendezvous_is_one_error(
@@ -65,6 +70,17 @@ def test_a_failed_rendezvous_is_one_error(
     with pytest.raises(LaunchError, match="The rendezvous at 127.0.0.1:"):
         ElasticLauncher().run(plan)
     assert len(agent.ports) == attempts
+
+
+def test_a_store_with_values_of_another_program_is_no_error_of_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(arguments: object) -> None:
+        raise OTHER
+
+    monkeypatch.setattr("torch.distributed.run.run", fail)
+    with pytest.raises(LaunchError, match="values that are not those of this launch"):
+        ElasticLauncher().run(PLAN)
 
 
 @pytest.mark.parametrize(
