@@ -23,6 +23,8 @@ from accelerate.nested import iterate_tensors
 
 logger = get_logger(__name__)
 
+_IMMUTABLE = frozenset((str, int, float, bool, type(None)))
+
 
 class StagingMemory:
     """CPU memory for a copy of all tensors of a checkpoint, one buffer for each dtype.
@@ -98,8 +100,10 @@ def _deep_copy(value: Any, copies: dict[int, Any]) -> Any:
     if kind is dict:
         return {key: _deep_copy(item, copies) for key, item in value.items()}
     if kind is list or kind is tuple:
+        if _IMMUTABLE.issuperset(map(type, value)):  # such as the 625 integers of Python's random state
+            return kind(value)
         return kind(_deep_copy(item, copies) for item in value)
-    if kind in (str, int, float, bool, type(None)):
+    if kind in _IMMUTABLE:
         return value
     known = copies.get(id(value))
     return copy.deepcopy(value, copies) if known is None else known
