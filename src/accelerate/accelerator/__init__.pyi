@@ -10,6 +10,7 @@ from accelerate.accelerator import (
     memory_plan as memory_plan,
     merged_adapters as merged_adapters,
     metrics as metrics,
+    state_items as state_items,
     weight_stream as weight_stream,
 )
 from accelerate.accelerator.accumulation import Accumulation as Accumulation

@@ -1,7 +1,6 @@
 """Averages of weights in checkpoints, in shards or in one file of whole tensors.
 
-The values are those of the averages, mostly in float32, by the names of the weights. `checkpoint_items.py`
-calls the functions, and only if there are averages.
+The values are those of the averages, mostly in float32, by the names of the weights.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from accelerate import checkpointing
 from accelerate.accelerator.averaging import WeightAverage
-from accelerate.accelerator.runtime import Runtime
 from accelerate.base import CheckpointError, listed
 from accelerate.checkpointing import (
     Change,
@@ -29,6 +27,7 @@ from accelerate.checkpointing import (
     ShardIndex,
     ShardsOrFilePart,
     box_of,
+    copy_shards,
 )
 from accelerate.ops import current_transport
 from accelerate.weights import drop_shared, read_safetensors, write_whole_tensors
@@ -37,23 +36,9 @@ ROOT = "averages"
 """Name of files and folders of averages, and first key of the paths in shards."""
 
 
-def parts(runtime: Runtime) -> list[Part]:
-    """Returns the parts of a checkpoint with the averages of a run."""
-    return [
-        ShardsOrFilePart(f"{ROOT}_{index}", partial(AverageShards, average), WholeAverage(index, average))
-        for index, average in enumerate(runtime.prepared.averages)
-    ]
-
-
-def take_shards(runtime: Runtime) -> list[Payload]:
-    """Returns the files with the shards of this rank, without communication."""
-    from accelerate.checkpointing import shard_files  # and with it DCP, which takes long to import
-
-    rank = runtime.state.process_index
-    return [
-        shard_files.payload(f"{ROOT}_{index}", rank, AverageShards(average).state())
-        for index, average in enumerate(runtime.prepared.averages)
-    ]
+def part(index: int, average: WeightAverage) -> ShardsOrFilePart:
+    """Returns the part of a checkpoint with an average, by its index."""
+    return ShardsOrFilePart(f"{ROOT}_{index}", partial(AverageShards, average), WholeAverage(index, average))
 
 
 @dataclass(frozen=True)
@@ -84,15 +69,14 @@ class AverageShards:
         shards = self.average.shards()
         for path, value in values.items():
             own = next(shards[name] for name in self._names_of(str(path[1])) if name in shards)
-            for target, read in zip(own.shards, value.shards, strict=True):
-                target.tensor.copy_(read.tensor)
+            copy_shards(own, value)
 
     def _names_of(self, name: str) -> list[str]:
         return next(names for names in self.average.aliases.values() if name in names)
 
 
 @dataclass(frozen=True)
-class WholeAverage:
+class WholeAverage(Part):
     """Whole tensors of one average in a file."""
 
     index: int

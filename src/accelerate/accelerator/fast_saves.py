@@ -244,10 +244,10 @@ class FastSaves:
     ) -> Iterator[checkpointing.CheckpointSource]:
         for generation in generations:
             yield from checkpointing.open_generation(
-                self._tier, generation, self._runtime.state.topology, partial(self._shards_read, reader)
+                self._tier, generation, self._runtime.state.topology, partial(self._files_of_rank, reader)
             )
 
-    def _shards_read(
+    def _files_of_rank(
         self, options: checkpointing.CheckpointReader, folder: Path, plans: dict[str, Any]
     ) -> list[str]:
         """Returns the names of the files of shards that this rank reads, and adds the plans to a dict."""
@@ -255,7 +255,7 @@ class FastSaves:
         own = {} if self._runtime.checkpoints.load_hooks else plans  # a hook may change the models
         reader = replace(options, folder=folder, names=names, is_fast=True, plans=own)
         try:
-            return sorted(accelerator.checkpoint_items.shards_read(self._runtime, reader))
+            return sorted(accelerator.checkpoint_items.files_of_rank(self._runtime, reader))
         except Exception as error:  # raised again when the files are read
             logger.debug(f"{folder}: {describe(error)}")
             return [name for name in names if name.endswith(checkpointing.SHARDS)]

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -243,8 +242,7 @@ class RunCheckpoints:
             run={
                 "sync_gradients": gradients.sync_gradients,
                 "num_steps": gradients.num_steps,
-                "updates": [optimizer.num_updates for optimizer in runtime.prepared.optimizers],
-                "updates_at_call": [scheduler.updates_at_call for scheduler in runtime.prepared.schedulers],
+                **accelerator.state_items.counters_of(runtime.prepared),
                 "gradient_order": [
                     runtime.strategy.state.gradient_order(model) for model in runtime.prepared.models
                 ],
@@ -291,14 +289,10 @@ class RunCheckpoints:
             self._accumulation.step = progress.step
         if progress.sync_gradients is not None:
             runtime.gradient_state._set_sync_gradients(progress.sync_gradients)
-        for optimizer, updates in zip(runtime.prepared.optimizers, progress.updates, strict=False):
-            optimizer.num_updates = updates
-        for scheduler, calls in zip_longest(runtime.prepared.schedulers, progress.updates_at_call):
-            if scheduler is not None:
-                scheduler.record_call(calls)
+        accelerator.state_items.set_counters(runtime.prepared, progress.counters)
         self._accumulation.drop_gradients()
         step_clock.restart_numbers()
-        step = max(progress.updates, default=0)
+        step = max(progress.counters["updates"], default=0)
         folder, seconds = str(source.folder), time.perf_counter() - began
         run_records.append(
             Checkpoint(time=time.time(), event="loaded", path=folder, step=step, seconds=seconds)

@@ -9,11 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from accelerate import checkpointing, diagnostics, plugins, recovery, strategies, torch_private
+from accelerate import (
+    accelerator,
+    checkpointing,
+    diagnostics,
+    plugins,
+    recovery,
+    strategies,
+    torch_private,
+)
 from accelerate.accelerator import recording
 from accelerate.accelerator.measured import GradientExchanges, StepValues
 from accelerate.base import environ, wrong_value
@@ -172,7 +181,8 @@ def _open_groups(
     """Returns the replica groups of the run, which is one if it was launched without them."""
     if environ.REPLICA not in environ.current():
         return ReplicaGroups(prepared)
-    return recovery.open_recovery(environ.current(), strategy, gradients, prepared)
+    items = partial(accelerator.state_items.list_items, strategy)
+    return recovery.open_recovery(environ.current(), strategy, gradients, prepared, items)
 
 
 def _with_plugins_of_state(request: strategies.RunRequest, state: AcceleratorState) -> strategies.RunRequest:

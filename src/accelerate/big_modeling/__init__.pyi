@@ -49,7 +49,6 @@ from accelerate.big_modeling.load import (
     init_empty_weights as init_empty_weights,
     init_on_device as init_on_device,
     load_checkpoint_in_model as load_checkpoint_in_model,
-    local_part as local_part,
     receive_weights as receive_weights,
 )
 from accelerate.big_modeling.moves import LoadOptions as LoadOptions, plan_moves as plan_moves

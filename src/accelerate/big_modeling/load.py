@@ -39,7 +39,7 @@ from accelerate.big_modeling.moves import (
     takes_extra_state,
 )
 from accelerate.checkpointing import find_shards
-from accelerate.ops import Transport, current_transport, is_dtensor, run_on_rank_0
+from accelerate.ops import Transport, current_transport, local_tensor, run_on_rank_0
 from accelerate.weights import (
     Device,
     Index,
@@ -252,15 +252,10 @@ def load_local_shards(model: nn.Module, path: Path, weights: StoredWeights, stri
     """Loads the local shards of this rank from files that contain only these shards."""
     tensors = all_tensors(model)
     check_values(tensors, "fill", "Call model.to_empty(device=...) first.")
-    plan = plan_moves(model, weights, LoadOptions(), find_tied_parameters(model), shard_of=local_part)
+    plan = plan_moves(model, weights, LoadOptions(), find_tied_parameters(model), shard_of=local_tensor)
     check_fit(plan, path, f"part of a {type(model).__name__}", strict)
     for move in plan.moves:
-        local_part(tensors[move.name]).detach().copy_(weights.read(move.source, CPU))
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Returns the local shard of a DTensor, or any other tensor unchanged."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+        local_tensor(tensors[move.name]).detach().copy_(weights.read(move.source, CPU))
 
 
 def load_checkpoint_in_model(

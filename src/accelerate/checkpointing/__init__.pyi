@@ -51,6 +51,15 @@ from accelerate.checkpointing.generations import (
     next_number as next_number,
     open_generation as open_generation,
 )
+from accelerate.checkpointing.items import (
+    StateItem as StateItem,
+    apply_items as apply_items,
+    capture_items as capture_items,
+    check_items as check_items,
+    model_item as model_item,
+    object_item as object_item,
+    optimizer_item as optimizer_item,
+)
 from accelerate.checkpointing.loading import (
     CheckpointSource as CheckpointSource,
     RunProgress as RunProgress,
@@ -67,6 +76,7 @@ from accelerate.checkpointing.local_shards import (
     Shard as Shard,
     box_of as box_of,
     boxes_of_range as boxes_of_range,
+    copy_shards as copy_shards,
     shards_of_range as shards_of_range,
     single_shard as single_shard,
     target_of as target_of,
@@ -137,7 +147,6 @@ from accelerate.checkpointing.sharded import (
     refuse_other_optimizer as refuse_other_optimizer,
     refuse_own_form as refuse_own_form,
     refuse_unnamed_state as refuse_unnamed_state,
-    shards_read as shards_read,
 )
 from accelerate.checkpointing.shards import (
     find_shards as find_shards,

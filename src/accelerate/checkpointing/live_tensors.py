@@ -22,6 +22,11 @@ def copy_into(live: Any, value: Any, buffers: PinnedBuffers) -> bool:
         Whether the value has the shape, dtype and layout of the tensor. False copies nothing.
     """
     is_plain = type(live) in (Tensor, nn.Parameter) and live.layout == torch.strided and not live.is_meta
+    if is_plain and type(value) is Tensor:
+        is_equal = (live.shape, live.dtype, live.layout) == (value.shape, value.dtype, value.layout)
+        if is_equal:
+            buffers.copy(live.detach(), value)
+        return is_equal
     if not is_plain and not is_dtensor(live):
         return False
     own, read = (to_local_shards(each, 0, 0) for each in (live, value))

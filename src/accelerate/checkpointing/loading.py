@@ -369,9 +369,9 @@ class RunProgress:
 
     step: int | None = None  # `Accelerator.step`
     sync_gradients: bool | None = None  # whether the last step updated the parameters
-    updates: list[int] = field(default_factory=list)  # of each optimizer
     gradient_order: list[list[int]] = field(default_factory=list)  # of each model, from its strategy
-    updates_at_call: list[list[int]] = field(default_factory=list)  # of each scheduler
+    # Numbers of updates of each optimizer, and at the last call of each scheduler.
+    counters: dict[str, list[Any]] = field(default_factory=lambda: {"updates": [], "updates_at_call": []})
 
 
 def read_progress(source: CheckpointSource, reader: CheckpointReader) -> RunProgress:
@@ -379,8 +379,8 @@ def read_progress(source: CheckpointSource, reader: CheckpointReader) -> RunProg
     if source.manifest is not None:
         run = source.manifest.run
         sync_gradients = run.get("sync_gradients", True)
-        lists = (run.get(name, []) for name in ("updates", "gradient_order", "updates_at_call"))
-        return RunProgress(source.manifest.step, sync_gradients, *lists)
+        counters = {name: run.get(name, []) for name in ("updates", "updates_at_call")}
+        return RunProgress(source.manifest.step, sync_gradients, run.get("gradient_order", []), counters)
     name = GeneratorsPart(0).name
     states = reader.read(name) if reader.has(name) else {}
     step = states.get("step") if isinstance(states, Mapping) else None

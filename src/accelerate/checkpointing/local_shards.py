@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accelerate.ops import is_dtensor
+from accelerate.ops import is_dtensor, local_tensor
 
 if TYPE_CHECKING:  # they take half a second to import
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -129,18 +129,20 @@ def single_shard(tensor: Tensor, owned: bool = True) -> LocalShards:
     return LocalShards(tuple(tensor.shape), tensor.dtype, (Shard((0,) * tensor.ndim, tensor),), owned)
 
 
+def copy_shards(target: LocalShards, source: LocalShards) -> None:
+    """Copies the values of shards into the tensors of other ones with the same boxes."""
+    for own, read in zip(target.shards, source.shards, strict=True):
+        own.tensor.copy_(read.tensor)
+
+
 def box_of(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """Returns a view of a box of a tensor."""
     return tensor[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
 
 
-def _local_tensor(value: DTensor) -> Tensor:
-    with torch.no_grad():  # without an autograd function, which takes most of the time
-        return value.to_local().detach()
-
-
+@torch.no_grad()  # an autograd function takes most of the time
 def _of_distributed(value: DTensor, position: int, first: int) -> LocalShards:
-    mesh, local = value.device_mesh, _local_tensor(value)
+    mesh, local = value.device_mesh, local_tensor(value).detach()
     coordinate = tuple(mesh.get_coordinate() or [0] * mesh.ndim)
     offsets = _offsets(mesh, coordinate, value.placements, value.shape, local.shape)
     owned = _has_rank(mesh, first) and all(  # other meshes of the run have replicas
@@ -184,7 +186,8 @@ def to_tensor(value: Any, like: Any = None, move: Callable[[Tensor], Tensor] = l
         return value
     if not is_dtensor(like) or tuple(like.shape) != value.shape:
         return move(value.shards[0].tensor)
-    local = _local_tensor(like)
+    with torch.no_grad():
+        local = local_tensor(like)
     own = value.shards[0].tensor if value.shards else torch.empty(local.shape, dtype=value.dtype)
     from torch.distributed.tensor import DTensor
 

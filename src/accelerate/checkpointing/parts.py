@@ -152,7 +152,7 @@ def warn_of_refused(owner: str, refused: Mapping[str, str]) -> None:
 
 
 class Part(Protocol):
-    """Object of a run that is saved and loaded."""
+    """Object of a run that is saved to files and loaded from them."""
 
     def collect(self, writes_common: bool = True) -> list[Payload]:
         """Returns the files of this rank.
@@ -164,9 +164,13 @@ class Part(Protocol):
     def read(self, reader: CheckpointReader) -> Change:
         """Reads and verifies its files, and returns the change of the object."""
 
+    def files_of_rank(self, reader: CheckpointReader) -> set[str]:
+        """Returns the files that this rank reads and others need not, which may not be in the folder yet."""
+        return set()
+
 
 @dataclass(frozen=True)
-class StatePart:
+class StatePart(Part):
     """State of a scheduler, a gradient scaler or an object of the user."""
 
     name: str
@@ -195,7 +199,7 @@ class StatePart:
             with reader.error_context(self.name, kind):
                 own = state
                 if self.distribute is not None:
-                    own = _distribute_nested(state, self.owner.state_dict(), self.distribute)
+                    own = map_like(partial(_distribute, self.distribute), state, self.owner.state_dict())
                 self.owner.load_state_dict(own)
 
         return Change(apply, f"{kind} ({self.name})")
@@ -225,33 +229,44 @@ def _gather_shards(state: Any, *, keep: bool) -> Any:
     return recursively_apply(gather, state, test_type=is_dtensor)
 
 
-def _distribute_nested(state: Any, own: Any, distribute: Distribute) -> Any:
-    """Returns a state in which tensors are distributed like those at the same positions of another state."""
-    if is_dtensor(own):
-        return distribute(state, own)
-    if isinstance(own, Mapping) and isinstance(state, Mapping):
-        items = {key: _distribute_nested(state[key], own.get(key), distribute) for key in state}
+def _distribute(distribute: Distribute, value: Any, own: Any) -> Any:
+    return distribute(value, own) if is_dtensor(own) else value
+
+
+def map_like(convert: Callable[[Any, Any], Any], state: Any, own: Any) -> Any:
+    """Returns a nested state with converted values.
+
+    Args:
+        convert: Function of a value and the one at the same position of the other state, or None.
+        state: The state.
+        own: Another state of the same object.
+    """
+    if isinstance(state, Mapping) and isinstance(own, Mapping):
+        items = {key: map_like(convert, value, own.get(key)) for key, value in state.items()}
         return honor_mapping(state, items)
-    if isinstance(own, (list, tuple)) and isinstance(state, (list, tuple)) and len(own) == len(state):
+    if isinstance(state, (list, tuple)) and isinstance(own, (list, tuple)) and len(own) == len(state):
         pairs = zip(state, own, strict=True)
-        return honor_type(state, (_distribute_nested(*pair, distribute) for pair in pairs))
-    return state
+        return honor_type(state, (map_like(convert, *pair) for pair in pairs))
+    return convert(state, own)
 
 
 @dataclass(frozen=True)
-class OptimizerPart:
+class OptimizerPart(Part):
     """State of an optimizer, with whole tensors.
 
-    `names` returns the names of the parameters, for states that have these as keys.
+    `names` returns the names of the parameters, for states that have these as keys. `gather` is called on all
+    ranks, and returns an object with the state to save, by default the optimizer.
     """
 
     name: str
     owner: Any
     names: Callable[[], compatibility.Names] | None = None
+    gather: Callable[[], Any] | None = None
 
     def collect(self, writes_common: bool = True) -> list[Payload]:
-        write = partial(write_state, compatibility.class_name(self.owner))
-        return [Payload(self.name, self.owner.state_dict(), write)] if writes_common else []
+        owner = self.owner if self.gather is None else self.gather()
+        write = partial(write_state, compatibility.class_name(owner))
+        return [Payload(self.name, owner.state_dict(), write)] if writes_common else []
 
     def read(self, reader: CheckpointReader) -> Change:
         kind = compatibility.class_name(self.owner)
@@ -288,7 +303,7 @@ def _fill_whole_states(optimizer: Any, state: Mapping[str, Any], *, is_mapped: b
 
 
 @dataclass(frozen=True)
-class ModelPart:
+class ModelPart(Part):
     """Weights of one model.
 
     `load` loads weights into a prepared model with a function for its module. `live` returns the tensors of
@@ -368,7 +383,7 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], path: Path, options: Map
 
 
 @dataclass(frozen=True)
-class GeneratorsPart:
+class GeneratorsPart(Part):
     """Random number generators of one rank, with `Accelerator.step`, which is in the same file."""
 
     rank: int
@@ -457,7 +472,7 @@ def _of_this_device(state: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class LoaderPart:
+class LoaderPart(Part):
     """Order and position of one prepared loader, and the state of an iterable dataset on each rank."""
 
     index: int

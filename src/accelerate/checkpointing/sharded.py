@@ -77,7 +77,7 @@ class ShardedState(Protocol):
 
 
 @dataclass(frozen=True)
-class ShardsOrFilePart:
+class ShardsOrFilePart(Part):
     """Model or optimizer that is loaded from shards or from one file, depending on the checkpoint."""
 
     folder: str
@@ -92,13 +92,11 @@ class ShardsOrFilePart:
             return self.whole.read(reader)
         return read_shards(self.folder, self.make_sharded(), reader)
 
-
-def shards_read(part: Part, reader: CheckpointReader) -> set[str]:
-    """Returns the names of the files of shards that a part reads, which need not be in the folder yet."""
-    if not isinstance(part, ShardsOrFilePart) or not reader.has(f"{part.folder}/{shard_index.NAME}"):
-        return set()
-    reader.plans[part.folder] = plan = _plan(part.folder, part.make_sharded(), reader)
-    return {f"{part.folder}/{name}" for name in plan.items}
+    def files_of_rank(self, reader: CheckpointReader) -> set[str]:
+        if not reader.has(f"{self.folder}/{shard_index.NAME}"):
+            return set()
+        reader.plans[self.folder] = plan = _plan(self.folder, self.make_sharded(), reader)
+        return {f"{self.folder}/{name}" for name in plan.items}
 
 
 @dataclass(frozen=True)

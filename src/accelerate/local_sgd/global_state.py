@@ -12,14 +12,14 @@ from torch import Tensor
 
 from accelerate import checkpointing
 from accelerate.base import CheckpointError
-from accelerate.checkpointing import Change, CheckpointReader, Payload, Stage
+from accelerate.checkpointing import Change, CheckpointReader, Part, Payload, Stage
 from accelerate.local_sgd.fragments import Exchange
 from accelerate.local_sgd.states import check_tensors, trained_and_buffers
 from accelerate.ops import KnownMean
 
 
 @dataclass(frozen=True)
-class GlobalState:
+class GlobalState(Part):
     """State of DiLoCo that is equal on all ranks, with the means of exchanges that have started."""
 
     index: int
@@ -29,9 +29,8 @@ class GlobalState:
     def name(self) -> str:
         return checkpointing.number("diloco", self.index, ".bin")
 
-    def file_read(self, reader: CheckpointReader) -> str | None:
-        """Returns the name of the file if the checkpoint has it."""
-        return self.name if self.name in (reader.names or ()) else None
+    def files_of_rank(self, reader: CheckpointReader) -> set[str]:
+        return {self.name} if self.name in (reader.names or ()) else set()
 
     def collect(self, writes_common: bool = True) -> list[Payload]:
         if not writes_common:

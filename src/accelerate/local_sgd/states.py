@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerate import checkpointing, strategies
+from accelerate import accelerator, checkpointing, strategies
 from accelerate.base import CheckpointError, StateError, listed
-from accelerate.checkpointing import Change, CheckpointReader, Payload, Stage
+from accelerate.checkpointing import Change, CheckpointReader, Part, Payload, Stage, StateItem
+
+KINDS = ("optimizers", "schedulers", "scalers", "averages")
+"""Kinds of items whose states differ between ranks that train separately."""
 
 
 @dataclass(frozen=True)
-class RankState:
+class RankState(Part):
     """Weights, buffers and optimizer states of this rank, which differ from those of other ranks.
 
     With another number of ranks, each continues with the state of one of the ranks that were saved.
@@ -27,23 +30,15 @@ class RankState:
     owner: Any  # the LocalSGD
 
     def collect(self, writes_common: bool = True) -> list[Payload]:
-        objects = self._objects()
-        state = {
-            "num_steps": self.owner.num_steps,
-            "tensors": self._tensors(),
-            "averages": [average.tensors() for average in objects["averages"]],
-            **{
-                kind: [each.state_dict() for each in objects[kind]]
-                for kind in ("optimizers", "schedulers", "scalers")
-            },
-        }
+        own = {"num_steps": self.owner.num_steps, "tensors": self._tensors()}
+        state = {**own, **checkpointing.capture_items(self._items())}
         write = partial(checkpointing.write_state, type(self.owner).__name__)
         return [Payload(self._name_of(self._runtime.state.process_index), state, write)]
 
     def read(self, reader: CheckpointReader) -> Change:
         if self.owner.is_applied:
             raise StateError("load_state() inside of applied() of DiLoCo: leave the block before the load.")
-        name = self.file_read(reader)
+        name = next(iter(self.files_of_rank(reader)), None)
         if name is None:
             return checkpointing.no_change
         kind, state = type(self.owner).__name__, reader.read(name)
@@ -51,15 +46,14 @@ class RankState:
             self._check(state)
         return Change(partial(self._apply, state), f"{kind} ({name})", Stage.COLLECTIVE)
 
-    def file_read(self, reader: CheckpointReader) -> str | None:
-        """Returns the name of the file that this rank reads, or None if there is none."""
+    def files_of_rank(self, reader: CheckpointReader) -> set[str]:
         own = self._name_of(self._runtime.state.process_index)
         pattern = re.compile(rf"{self._name_of('')[:-4]}\d+\.bin")
         num_saved = sum(pattern.fullmatch(name) is not None for name in reader.names or ())
         if num_saved:
             own = self._name_of(self._runtime.state.process_index % num_saved)
             reader.requested.update(map(self._name_of, range(num_saved)))
-        return own if num_saved or reader.has(own) else None
+        return {own} if num_saved or reader.has(own) else set()
 
     @property
     def _runtime(self) -> Any:
@@ -68,18 +62,17 @@ class RankState:
     def _name_of(self, rank: Any) -> str:
         return f"local_sgd_{self.index}_{rank}.bin"
 
-    def _objects(self) -> dict[str, list[Any]]:
+    def _items(self) -> list[StateItem]:
         """Returns the other objects whose states differ between ranks."""
-        prepared, scaler = self._runtime.prepared, self._runtime.strategy.precision.scaler
-        own = set(map(id, self.owner.model.parameters()))
-        return {
-            "optimizers": [
-                each for each in prepared.optimizers if not own.isdisjoint(map(id, each.parameters()))
-            ],
-            "schedulers": prepared.schedulers,
-            "scalers": [] if scaler is None else [scaler],
-            "averages": [each for each in prepared.averages if each.model is self.owner.model],
-        }
+        parameters = set(map(id, self.owner.model.parameters()))
+
+        def differs(item: StateItem) -> bool:
+            if item.kind == "optimizers":
+                return not parameters.isdisjoint(map(id, item.owner.parameters()))
+            return item.kind != "averages" or item.owner.model is self.owner.model
+
+        items = accelerator.state_items.list_items(self._runtime.strategy)
+        return [item for item in items if item.kind in KINDS and differs(item)]
 
     def _tensors(self) -> dict[str, Tensor]:
         """Returns the trained parameters and the buffers of the model on this rank."""
@@ -89,10 +82,10 @@ class RankState:
     def _check(self, state: Any) -> None:
         """Raises for a state that does not fit the objects of this run."""
         check_tensors(self._tensors(), state["tensors"])
-        for kind, objects in self._objects().items():
-            if len(state[kind]) != len(objects):
-                raise CheckpointError(f"it has {len(state[kind])} {kind}, and this run has {len(objects)}")
-        for optimizer, saved in zip(self._objects()["optimizers"], state["optimizers"], strict=True):
+        items, states = self._items(), {kind: state.get(kind, ()) for kind in KINDS}
+        checkpointing.check_items(items, states)
+        optimizers = (item.owner for item in items if item.kind == "optimizers")
+        for optimizer, saved in zip(optimizers, states["optimizers"], strict=True):
             checkpointing.check_optimizer(optimizer, saved)
 
     @torch.no_grad()
@@ -100,12 +93,7 @@ class RankState:
         self.owner.num_steps = state["num_steps"]
         for name, tensor in self._tensors().items():
             tensor.copy_(state["tensors"][name])
-        objects = self._objects()
-        for kind in ("optimizers", "schedulers", "scalers"):
-            for each, saved in zip(objects[kind], state[kind], strict=True):
-                each.load_state_dict(saved)
-        for average, saved in zip(objects["averages"], state["averages"], strict=True):
-            torch._foreach_copy_(average.tensors(), saved)
+        checkpointing.apply_items(self._items(), state)
 
 
 def trained_and_buffers(inner: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
@@ -22,12 +22,12 @@ from torch import nn
 
 from accelerate import rng, strategies, torch_private
 from accelerate.base import RecoveryError, StateError, wrong_value
+from accelerate.checkpointing import StateItem, apply_items, capture_items, check_items
 from accelerate.data_loader import data_groups
 from accelerate.launch import FIRST_STEP, arrived_key, begun_key, committed_key, has_steps, read_life
 from accelerate.logging import get_logger
 from accelerate.ops import Transport, current_transport
 from accelerate.plugins import version_of
-from accelerate.recovery import snapshot
 from accelerate.recovery.groups import DrivenAccumulation, ReplicaGroups, Request
 from accelerate.recovery.loader import RecoveryLoader, check_loader
 from accelerate.recovery.membership import Members, Membership
@@ -72,6 +72,7 @@ def open_recovery(
     strategy: strategies.Strategy,
     gradients: GradientState,
     prepared: strategies.Prepared,
+    items: Callable[[], Sequence[StateItem]],
 ) -> Recovery:
     """Returns the replica groups of a run that was launched with `--replicas`."""
     if services.find(Recovery) is not None:
@@ -79,7 +80,7 @@ def open_recovery(
             "A second Accelerator was created in a run with replica groups, whose steps belong to the first "
             "one. Create one Accelerator, or leave --replicas out."
         )
-    return Recovery(Run.of(variables), strategy, gradients, prepared)
+    return Recovery(Run.of(variables), strategy, gradients, prepared, items)
 
 
 class Recovery(ReplicaGroups):
@@ -91,7 +92,8 @@ class Recovery(ReplicaGroups):
         run: Number of replica groups, and the addresses of the run.
         strategy: Strategy of the ranks of this replica group.
         gradients: State that says whether the current micro-batch is the last one of this replica group.
-        prepared: Prepared objects, whose state joining replica groups receive.
+        prepared: Prepared objects.
+        items: Returns the stateful objects of the run, whose states joining replica groups receive.
 
     Attributes:
         num_replicas: Number of replica groups that were launched.
@@ -108,9 +110,11 @@ class Recovery(ReplicaGroups):
         strategy: strategies.Strategy,
         gradients: GradientState,
         prepared: strategies.Prepared,
+        items: Callable[[], Sequence[StateItem]],
     ) -> None:
         super().__init__(prepared)
         self._run, self._strategy, self._gradients = run, strategy, gradients
+        self._items = items
         self._check()
         self.num_replicas, self.replica = run.replicas, run.replica
         self.members: Members | None = None
@@ -598,21 +602,21 @@ class Recovery(ReplicaGroups):
             timeout=float(run.timeout),
             group=current_transport(),
             device=self._strategy.context.device,
-            capture=self._capture,
+            capture=lambda: capture_items(self._common_items()),
             apply=self._apply,
         )
 
-    def _capture(self) -> dict[str, Any]:
-        state = snapshot.capture(self._prepared, self._strategy.precision.scaler)
-        return {**state, "iteration": self._strategy.context.request.project.iteration}
+    def _common_items(self) -> list[StateItem]:
+        return [item for item in self._items() if item.held_by != "rank"]
 
-    def _apply(self, state: Mapping[str, Any]) -> None:
+    def _apply(self, states: Mapping[str, Sequence[Any]]) -> None:
         passes = [(obj, obj.num_passes) for obj in self._prepared.custom if type(obj) is RecoveryLoader]
-        snapshot.apply(state, self._prepared, self._strategy.precision.scaler)
+        items = self._common_items()
+        check_items(items, states)
+        apply_items(items, states)
         step_clock.restart_numbers()
         for loader, number in passes:
             loader.num_passes = number
-        self._strategy.context.request.project.iteration = state["iteration"]
 
     # Collectives outside of passes for training
 

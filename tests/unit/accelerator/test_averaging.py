@@ -16,8 +16,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
+from accelerate.accelerator.state_items import list_items
 from accelerate.base import CheckpointError, ConfigurationError, PreparationError, StateError
-from accelerate.recovery import snapshot
+from accelerate.checkpointing import apply_items, capture_items
 from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs, ProjectConfiguration
 from accelerate.weights import read_safetensors
 
@@ -393,11 +394,12 @@ def test_joining_replica_groups_receive_the_averages() -> None:
     accelerator, model, optimizer = prepared()
     ema = accelerator.average(model, DECAY)
     step(accelerator, model, optimizer)
-    state = snapshot.capture(accelerator._runtime.prepared, None)
+    items = list_items(accelerator._runtime.strategy)
+    state = capture_items(items)
     state["averages"] = [[value.clone() for value in values] for values in state["averages"]]
     before = averaged(ema)
     step(accelerator, model, optimizer)
-    snapshot.apply(state, accelerator._runtime.prepared, None)
+    apply_items(items, state)
     assert are_equal(averaged(ema), before)
 
 
@@ -450,6 +452,7 @@ def test_a_run_without_averages_does_not_import_them(tmp_path: Path) -> None:
     code = """
 import sys, torch
 from accelerate import Accelerator
+from accelerate.accelerator.state_items import list_items
 accelerator = Accelerator(cpu=True)
 model = torch.nn.Linear(2, 2)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))

@@ -16,18 +16,19 @@ from torch import nn
 
 from accelerate import load_checkpoint_and_dispatch, load_checkpoint_in_model
 from accelerate.base import CheckpointError, ConfigurationError
-from accelerate.big_modeling import LoadOptions, check_options, local_part
+from accelerate.big_modeling import LoadOptions, check_options
 from accelerate.checkpointing import save_sharded
 from accelerate.devices import CPU
 from accelerate.diagnostics import MemoryMeter
 from accelerate.diagnostics.memory import CLEAR_REFS, MIB
+from accelerate.ops import local_tensor
 from accelerate.weights import OffloadedWeightsLoader, model_has_dtensor, write_safetensors
 
 
 def test_a_plain_model_is_not_sharded() -> None:
     model = nn.Linear(2, 2)
     assert not model_has_dtensor(model)
-    assert local_part(model.weight) is model.weight
+    assert local_tensor(model.weight) is model.weight
 
 
 @pytest.mark.parametrize(

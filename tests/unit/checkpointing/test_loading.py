@@ -358,8 +358,9 @@ def source(step: Any = 3, run: Any = None) -> Any:
 
 def test_progress_is_read_from_the_manifest(tmp_path: Path) -> None:
     run = {"sync_gradients": False, "num_steps": 2, "updates": [4, 5], "gradient_order": [[1, 0], []]}
+    counters = {"updates": [4, 5], "updates_at_call": []}
     assert read_progress(source(3, run), CheckpointReader(tmp_path)) == RunProgress(
-        3, False, [4, 5], [[1, 0], []]
+        3, False, [[1, 0], []], counters
     )
     assert read_progress(source(), CheckpointReader(tmp_path)) == RunProgress(3, True)
 

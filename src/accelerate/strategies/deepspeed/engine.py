@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base import MODEL_NAME, CheckpointError, ConfigurationError, wrong_value
-from accelerate.checkpointing import Change, CheckpointReader, Payload, Stage, files_under, number
+from accelerate.checkpointing import Change, CheckpointReader, Part, Payload, Stage, files_under, number
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
@@ -250,7 +250,7 @@ UNIVERSAL = "_universal"
 
 
 @dataclass(frozen=True)
-class EnginePart:
+class EnginePart(Part):
     """Model, optimizer and scheduler of one engine in a checkpoint.
 
     DeepSpeed writes them to a folder of their own, in its own format.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base import CheckpointError, wrong_value
-from accelerate.checkpointing import Change, CheckpointReader, Payload, Stage, files_under
+from accelerate.checkpointing import Change, CheckpointReader, Part, Payload, Stage, files_under
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
@@ -283,7 +283,7 @@ FOLDER = "megatron"
 
 
 @dataclass(frozen=True)
-class MegatronPart:
+class MegatronPart(Part):
     """Model, optimizer and scheduler in a checkpoint, in the format of Megatron-LM."""
 
     engine: Any
