@@ -90,7 +90,7 @@ def facts(accelerator: Accelerator, objects: dict[str, Any]) -> dict[str, Any]:
         "updates": optimizer.num_updates,
         "schedule": objects["schedule"].state_dict(),
         "own": objects["own"].values,
-        "epoch": (objects["loader"].iteration, vars(objects["loader"].position)),
+        "epoch": (objects["loader"].iteration, vars(objects["loader"].tracker)),
         "random": [state.tolist() for state in (rng.capture()["torch"],)],
         "step": accelerator.step,
     }

@@ -185,9 +185,9 @@ class RunSources:
         if position is None:
             return 0, 0
         try:
-            return position.offset.seen, len(loader)
+            return position.seen, len(loader)
         except TypeError:  # an iterable dataset
-            return position.offset.seen, 0
+            return position.seen, 0
 
     def num_workers(self) -> int | None:
         if loaders := self._prepared.loaders:

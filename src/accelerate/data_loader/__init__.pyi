@@ -21,7 +21,7 @@ from accelerate.data_loader.base import (
     kept_settings as kept_settings,
     set_batch_metadata as set_batch_metadata,
 )
-from accelerate.data_loader.constant_batches import StepPart as StepPart
+from accelerate.data_loader.constant_batches import StepPart as StepPart, StepPlan as StepPlan
 from accelerate.data_loader.dispatch_transport import (
     BatchChannel as BatchChannel,
     BatchSender as BatchSender,
@@ -72,7 +72,11 @@ from accelerate.data_loader.plan import (
     ShardPlan as ShardPlan,
     data_groups as data_groups,
 )
-from accelerate.data_loader.position import Offset as Offset, ResumePoint as ResumePoint
+from accelerate.data_loader.position import (
+    Position as Position,
+    Restored as Restored,
+    Tracker as Tracker,
+)
 from accelerate.data_loader.prepare import (
     get_sampler as get_sampler,
     prepare_data_loader as prepare_data_loader,

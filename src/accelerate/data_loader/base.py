@@ -21,7 +21,7 @@ from accelerate.data_loader.iterable_shard import IterableDatasetShard
 from accelerate.data_loader.last_batch import Counts, PaddingSource, remainder_ahead
 from accelerate.data_loader.late_start import copy_with
 from accelerate.data_loader.plan import UNPREPARED, ShardPlan
-from accelerate.data_loader.position import PassStart, Position
+from accelerate.data_loader.position import PassStart, Position, Tracker, is_tracked
 from accelerate.data_loader.rank_aware import nested_samplers
 from accelerate.data_loader.reading import open_iterator, settings_of_workers
 from accelerate.data_loader.samplers import BatchSamplerShard, batch_samplers_of, first_number, shard_of
@@ -45,7 +45,6 @@ _BATCH_ATTRIBUTES = (
     *("end_of_dataloader", "remainder", "valid_counts", "batch_rows"),
     *("step_part", "dl_state_dict"),
 )
-_POSITION_ATTRIBUTES = ("offset", "is_over", "ends_step", "read_states")
 
 
 class DataLoaderStateMixin:
@@ -151,7 +150,7 @@ class DataLoaderAdapter(_Base):
         is_independent = self.plan.mode != "dataset_shards"
         kind = _stateful_class() if self.is_by_torchdata and is_in_order and is_independent else DataLoader
         self.base_dataloader: DataLoader[Any] = kind(dataset, batch_sampler=batch_sampler, **kwargs)
-        self.position = Position()
+        self.tracker = Tracker()
         self.start = PassStart()
         is_shard = isinstance(dataset, IterableDatasetShard)
         self.padding_source: PaddingSource = dataset.padding_source if is_shard else PaddingSource()
@@ -175,6 +174,11 @@ class DataLoaderAdapter(_Base):
         return value
 
     @property
+    def position(self) -> Position:
+        """The position after the batch just yielded."""
+        return self.tracker.position
+
+    @property
     def _index_sampler(self) -> Any:
         return self.base_dataloader._index_sampler
 
@@ -192,7 +196,7 @@ class DataLoaderAdapter(_Base):
 
     def __len__(self) -> int:
         skipped = self.skip_batches + self.start.skip_source
-        return 0 if self.start.is_over else max(len(self.base_dataloader) - skipped, 0)
+        return 0 if self.start.position.is_over else max(len(self.base_dataloader) - skipped, 0)
 
     @property
     def replicates_batches(self) -> bool:
@@ -350,8 +354,8 @@ class DataLoaderAdapter(_Base):
 
     def _advance(self, epoch: int) -> None:
         """Ends the pass of an epoch, here and in the loader of which this one is a late start."""
-        self.position.was_left_early = not self.position.is_over
-        self.position.end()
+        self.tracker.was_left_early = not self.position.is_over
+        self.tracker.end()
         for loader in (self, self.start.origin):
             if loader is not None and loader.iteration == epoch:
                 loader.iteration = epoch + 1
@@ -385,13 +389,13 @@ class PassContext:
 
     def __enter__(self) -> None:
         self.epoch = self.loader._agree_on_epoch()
-        self.num_restored = self.loader.position.num_restored
+        self.num_restored = self.loader.tracker.num_restored
         self.loader.begin()
 
     def __exit__(self, *error: object) -> None:
         self.loader.end()
         self.loader.iterator = None
-        if self.loader.position.num_restored == self.num_restored:  # otherwise it is at a checkpoint
+        if self.loader.tracker.num_restored == self.num_restored:  # otherwise it is at a checkpoint
             self.loader._advance(self.epoch)
         if self.loader.torchdata_resumes and not self.loader.persistent_workers:
             self.loader.base_dataloader._iterator = None  # its workers end with the pass, not with the loader
@@ -400,14 +404,13 @@ class PassContext:
 def get_batch_metadata(loader: Any) -> BatchMetadata:
     """Returns the metadata of the batch just yielded, for batches that are used later than they are read."""
     metadata = {name: getattr(loader, name) for name in _BATCH_ATTRIBUTES if hasattr(loader, name)}
-    position = getattr(loader, "position", None)
-    return metadata | {name: getattr(position, name) for name in _POSITION_ATTRIBUTES if position is not None}
+    return metadata | {"position": loader.tracker.position} if is_tracked(loader) else metadata
 
 
 def set_batch_metadata(loader: Any, metadata: BatchMetadata) -> None:
     """Sets the attributes of a loader to their values for a batch."""
     for name, value in metadata.items():
-        setattr(loader.position if name in _POSITION_ATTRIBUTES else loader, name, value)
+        setattr(loader.tracker if name == "position" else loader, name, value)
 
 
 def sampler_under(index_sampler: Any, loader: DataLoader[Any]) -> Any:

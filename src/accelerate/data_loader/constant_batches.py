@@ -6,7 +6,7 @@ micro-batches, after the last of which the optimizer steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import Any, NamedTuple
@@ -34,36 +34,53 @@ class StepPart(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Division of a global batch into micro-batches, whose sizes differ by at most one.
+    """Division of the samples of one optimizer step into pieces of any sizes.
+
+    Piece `i` is read by part `i % parts`, in its micro-batch `i // parts`.
 
     Attributes:
-        samples: Number of samples in the global batch.
-        parts: Number of processes.
-        largest: Batch size of the user, the largest size of a micro-batch.
+        bounds: Number of samples before each piece, and at the end that of all samples.
+        parts: Number of processes, or of groups of them.
+        batch_size: Number of samples in a batch of the user.
     """
 
-    samples: int
+    bounds: Sequence[int]
     parts: int
-    largest: int
+    batch_size: int = 1
+
+    @classmethod
+    def even(cls, samples: int, parts: int, batch_size: int) -> StepPlan:
+        """Returns a plan with pieces of at most the batch size, whose sizes differ by at most one."""
+        pieces = -(-samples // (parts * batch_size)) * parts
+        return cls([samples * piece // pieces for piece in range(pieces + 1)], parts, batch_size)
+
+    @property
+    def samples(self) -> int:
+        """Number of samples of the step."""
+        return self.bounds[-1]
 
     @property
     def num_micro_batches(self) -> int:
-        """Number of micro-batches of each process."""
-        return -(-self.samples // (self.parts * self.largest))
+        """Number of micro-batches of each part."""
+        return -(-(len(self.bounds) - 1) // self.parts)
+
+    def pieces_of(self, member: int, members: int) -> list[int]:
+        """Returns the pieces of one of several members, each of which reads those of one or several parts."""
+        return [piece for piece in range(len(self.bounds) - 1) if piece % self.parts % members == member]
 
     def span(self, micro_batch: int, part: int) -> slice:
-        """Returns the samples of one process in a micro-batch."""
-        total, index = self.num_micro_batches * self.parts, micro_batch * self.parts + part
-        return slice(self.samples * index // total, self.samples * (index + 1) // total)
+        """Returns the samples of one part in a micro-batch."""
+        piece = micro_batch * self.parts + part
+        return slice(self.bounds[piece], self.bounds[piece + 1])
 
     def sizes(self, micro_batch: int) -> Counts:
-        """Returns the number of samples of each process in a micro-batch."""
+        """Returns the number of samples of each part in a micro-batch."""
         spans = (self.span(micro_batch, part) for part in range(self.parts))
         return tuple(span.stop - span.start for span in spans)
 
     def batches_before(self, micro_batch: int) -> int:
         """Returns the number of batches of the user that the micro-batches before one take."""
-        return -(-self.samples // self.largest) * micro_batch // self.num_micro_batches
+        return -(-self.samples // self.batch_size) * micro_batch // self.num_micro_batches
 
     def part(self, micro_batch: int, part: int) -> StepPart:
         """Returns the part of one process in a micro-batch."""
@@ -110,7 +127,7 @@ class ConstantBatchShard(BatchSamplerShard):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.full = StepPlan(self.global_batch_size, self.num_processes, self.batch_size)
+        self.full = StepPlan.even(self.global_batch_size, self.num_processes, self.batch_size)
         self.batch_size = max(self.full.sizes(0))
 
     @property
@@ -136,7 +153,7 @@ class ConstantBatchShard(BatchSamplerShard):
             if len(samples) < self.global_batch_size:
                 if not samples or self.drop_last:
                     return
-                plan = StepPlan(len(samples), self.num_processes, self.full.largest)
+                plan = StepPlan.even(len(samples), self.num_processes, self.full.batch_size)
                 record.last = step, plan
             sizes = [plan.sizes(micro_batch) for micro_batch in range(plan.num_micro_batches)]
             for micro_batch in range(skipped, plan.num_micro_batches):
@@ -148,19 +165,19 @@ class ConstantBatchShard(BatchSamplerShard):
     def batches_before(self, number: int) -> int:
         """Returns the number of batches of the user that the first `number` micro-batches take."""
         step, micro_batch = divmod(number, self.full.num_micro_batches)
-        return step * (self.global_batch_size // self.full.largest) + self.full.batches_before(micro_batch)
+        return step * (self.global_batch_size // self.full.batch_size) + self.full.batches_before(micro_batch)
 
     def __len__(self) -> int:
         steps, rest = divmod(self._num_samples(), self.global_batch_size)
-        last = 0 if self.drop_last else -(-rest // (self.num_processes * self.full.largest))
+        last = 0 if self.drop_last else -(-rest // (self.num_processes * self.full.batch_size))
         return steps * self.full.num_micro_batches + last
 
     def _num_samples(self) -> int:
         """Returns the number of indices that the batch sampler has left."""
         if self.drop_last:
-            return len(self.batch_sampler) * self.full.largest
+            return len(self.batch_sampler) * self.full.batch_size
         skipped = getattr(self.batch_sampler, "skip_batches", 0)
-        return max(len(self.sampler) - skipped * self.full.largest, 0)
+        return max(len(self.sampler) - skipped * self.full.batch_size, 0)
 
 
 def has_constant_batches(index_sampler: Any, global_batch_size: int | None) -> bool:

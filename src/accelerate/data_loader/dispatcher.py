@@ -128,7 +128,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         """Yields the part of this process of each global batch, on its device."""
         with PassContext(self), closing(self._receive_own(transport)) as received:
             if transport.rank:  # no order is drawn here
-                order_is_drawn = self.position.begin(self, self.start.offset)
+                order_is_drawn = self.tracker.begin(self, self.start.position)
                 self._draw_base_seed()
                 order_is_drawn()
             move, is_first = None, True
@@ -143,12 +143,11 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
         A run draws the seed of persistent workers once, as in `settings_of_workers`.
         """
-        position = self.position
-        if self.num_workers and position.workers_epoch is not None:
+        if self.num_workers and self.tracker.workers_epoch is not None:
             return
         if self.persistent_workers:
-            position.workers_epoch = self.iteration
-        if not self.start.is_over:
+            self.tracker.workers_epoch = self.iteration
+        if not self.start.position.is_over:
             torch.empty((), dtype=torch.int64).random_(generator=self.base_dataloader.generator)
 
     def _record(self, batch: ReceivedBatch) -> None:
@@ -157,10 +156,10 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         if batch.state is not None:
             keep_source_state(self, batch.state)
         if batch.is_last:
-            self.end_of_dataloader = self.position.is_over = True
+            self.end_of_dataloader = True
             self.remainder = last_remainder(self)
-        self.position.seen += 1
-        self.position.consumed += self.plan.batches_per_step
+        taken = self.plan.batches_per_step
+        self.tracker.position = self.position.after_batch(taken, batch.is_last)
 
     def _builder(self) -> GlobalBatchBuilder:
         groups, split = self.plan.groups, self.split_batches
@@ -227,7 +226,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         return self._channel
 
     def __len__(self) -> int:
-        if self.start.is_over:
+        if self.start.position.is_over:
             return 0
         batches = max(len(self.base_dataloader) - self.start.skip_source, 0)
         steps, rest = divmod(batches, self._builder().num_batches)

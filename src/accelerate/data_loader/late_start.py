@@ -18,18 +18,18 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelerate.base import CheckpointError
 from accelerate.data_loader.iterable_shard import IterableDatasetShard, ReadSegment
 from accelerate.data_loader.plan import UNPREPARED
-from accelerate.data_loader.position import Offset, ResumePoint
+from accelerate.data_loader.position import Position, Restored
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SkipBatchSampler
 
 
 def make_resumed_loader(loader: Any) -> Any:
     """Returns the late start with which a loader resumes by itself, or None if it begins an epoch."""
-    point: ResumePoint | None = loader.position.resume_point
-    if point is None or not point.offset.seen or loader.start.origin is not None:
+    restored: Restored | None = loader.tracker.restored
+    if restored is None or not restored.position.seen or loader.start.origin is not None:
         return None
-    if not loader.use_stateful_dataloader or point.by_torchdata:
+    if not loader.use_stateful_dataloader or restored.by_torchdata:
         return None
-    return skip_prepared(loader, point.offset.seen)
+    return skip_prepared(loader, restored.position.seen)
 
 
 def skip_prepared(loader: Any, skipped: int) -> Any:
@@ -39,49 +39,51 @@ def skip_prepared(loader: Any, skipped: int) -> Any:
     starts after the samples that all processes of that run had taken, also if that run had another number of
     processes or another batch size.
     """
-    point: ResumePoint | None = loader.position.resume_point
-    if point is None or skipped != point.offset.seen:
+    restored: Restored | None = loader.tracker.restored
+    if restored is None or skipped != restored.position.seen:
         return _skip_steps(loader, skipped)
-    if point.is_over and isinstance(loader.dataset, IterableDataset):
-        return _copy_with_start(loader, offset=point.offset, is_over=True)
-    _refuse_other_shards(loader, point)
-    if point.offset.stream is not None:  # the dataset itself starts there
-        return _copy_with_start(loader, offset=point.offset, used=point.used)
-    _refuse_other_workers(loader, point)
-    used, rows = _used_segments(loader, point), loader.plan.rows_in_batch or point.rows_in_batch or 1
+    position = restored.position
+    if position.is_over and isinstance(loader.dataset, IterableDataset):
+        return _copy_with_start(loader, position)
+    _refuse_other_shards(loader, restored)
+    if position.stream is not None:  # the dataset itself starts there
+        return _copy_with_start(loader, position._replace(is_over=False))
+    _refuse_other_workers(loader, restored)
+    used = _used_segments(loader, restored)
     if not used:
         return _skip_steps(loader, skipped)
+    rows = loader.plan.rows_in_batch or restored.plan.rows_in_batch or 1
     steps, samples = sum(segment.steps for segment in used), sum(segment.samples for segment in used)
-    late = _shard_rest(loader, Offset(steps, samples // rows), used)
+    late = _shard_rest(loader, Position(seen=steps, consumed=samples // rows, used=used))
     if steps < skipped:
         late = _skip_steps(late, skipped - steps)
         late.start = replace(late.start, origin=loader)
     return late
 
 
-def _used_segments(loader: Any, point: ResumePoint) -> tuple[ReadSegment, ...]:
+def _used_segments(loader: Any, restored: Restored) -> tuple[ReadSegment, ...]:
     """Returns the segments of the epoch that were read with other groups or batch sizes."""
-    offset = _offset_in_batches_of(loader, point)
-    before, now = (point.groups, point.global_batch_size), (loader.plan.groups, loader.plan.global_batch_size)
-    if before == now and offset == point.offset:
-        return point.used
-    if not point.ends_step:
+    position, before, now = restored.position, restored.plan, loader.plan
+    is_same = (before.groups, before.global_batch_size) == (now.groups, now.global_batch_size)
+    if _consumed_in_batches_of(loader, restored) == position.consumed and is_same:
+        return position.used
+    if not position.ends_step:
         raise CheckpointError(
             f"{loader!r} cannot go on in the middle of this epoch: the checkpoint was saved between two "
             "micro-batches of a step, whose rest cannot be divided by another number of processes or another "
             "global_batch_size. Save where accelerator.sync_gradients is True."
         )
-    rows = point.rows_in_batch or loader.plan.rows_in_batch or 1
-    steps = point.offset.seen - sum(segment.steps for segment in point.used)
-    samples = point.offset.consumed * rows - sum(segment.samples for segment in point.used)
+    rows = before.rows_in_batch or now.rows_in_batch or 1
+    steps = position.seen - sum(segment.steps for segment in position.used)
+    samples = position.consumed * rows - sum(segment.samples for segment in position.used)
     # If one rank reads for all, a step has a batch for each group, and its workers yield single batches.
-    parts = samples // rows if point.is_dispatched else steps
-    return (*point.used, ReadSegment(steps, samples, parts)) if steps else point.used
+    parts = samples // rows if before.mode == "dispatch" else steps
+    return (*position.used, ReadSegment(steps, samples, parts)) if steps else position.used
 
 
-def _refuse_other_workers(loader: Any, point: ResumePoint) -> None:
+def _refuse_other_workers(loader: Any, restored: Restored) -> None:
     """Raises an error if the number of workers of an iterable dataset has changed, which yield in turn."""
-    before, now = point.num_workers, loader.num_workers
+    before, now = restored.state.get("num_workers"), loader.num_workers
     if before is None or max(before, 1) == max(now, 1) or not isinstance(loader.dataset, IterableDataset):
         return
     raise CheckpointError(
@@ -91,28 +93,29 @@ def _refuse_other_workers(loader: Any, point: ResumePoint) -> None:
     )
 
 
-def _refuse_other_shards(loader: Any, point: ResumePoint) -> None:
+def _refuse_other_shards(loader: Any, restored: Restored) -> None:
     """Raises an error if groups read shards of their own, and their number has changed."""
-    has_own_shards, groups = loader.plan.has_own_shards, loader.plan.groups
-    if (point.has_own_shards, point.groups) == (has_own_shards, groups):
+    before, now = restored.plan, loader.plan
+    if (before.has_own_shards, before.groups) == (now.has_own_shards, now.groups):
         return
-    if not (has_own_shards or point.has_own_shards):
+    if not (now.has_own_shards or before.has_own_shards):
         return
-    before = "its own shards" if point.has_own_shards else "batches of the whole"
+    read = "its own shards" if before.has_own_shards else "batches of the whole"
     raise CheckpointError(
-        f"{loader!r} cannot go on in the middle of this epoch: {point.groups} data-parallel groups read "
-        f"{before} then, and what they have left of the dataset cannot be sharded over {groups} groups. "
-        f"Go on with {point.groups} until the end of the epoch, or from a checkpoint between two epochs; "
+        f"{loader!r} cannot go on in the middle of this epoch: {before.groups} data-parallel groups read "
+        f"{read} then, and what they have left of the dataset cannot be sharded over {now.groups} groups. "
+        f"Go on with {before.groups} until the end of the epoch, or from a checkpoint between two epochs; "
         "loaders with dispatch_batches=True can go on with any number."
     )
 
 
-def _offset_in_batches_of(loader: Any, point: ResumePoint) -> Offset:
-    """Returns the offset of a checkpoint, counted in the batches of this loader."""
-    before, now = point.rows_in_batch, loader.plan.rows_in_batch
-    if before is None or now is None or before == now or point.is_over:
-        return point.offset
-    samples = point.offset.consumed * before
+def _consumed_in_batches_of(loader: Any, restored: Restored) -> int:
+    """Returns the number of consumed batches of a checkpoint, counted in the batches of this loader."""
+    position, before = restored.position, restored.plan.rows_in_batch
+    now: int | None = loader.plan.rows_in_batch
+    if before is None or now is None or before == now or position.is_over:
+        return position.consumed
+    samples = position.consumed * before
     if samples % now or loader.plan.has_own_shards:
         reason = f"no batch of {now} begins after them"
         if loader.plan.has_own_shards:
@@ -122,14 +125,15 @@ def _offset_in_batches_of(loader: Any, point: ResumePoint) -> Offset:
             f"batches of {before} and not of {now}, and {reason}. Go on with batches of {before} until the "
             "end of the epoch, or from a checkpoint between two epochs."
         )
-    return point.offset._replace(consumed=samples // now)
+    return samples // now
 
 
 def _skip_steps(loader: Any, skipped: int) -> Any:
     """Returns a copy that starts at a later step, in which steps keep their numbers and their padding."""
-    before = loader.start.offset
-    offset = Offset(before.seen + skipped, before.consumed + loader.batches_before(skipped))
-    late = _copy_with_start(loader, offset=offset, keeps_padding_source=offset.seen > 0)
+    before: Position = loader.start.position
+    seen, consumed = before.seen + skipped, before.consumed + loader.batches_before(skipped)
+    position = before._replace(seen=seen, consumed=consumed, stream=None)
+    late = _copy_with_start(loader, position, keeps_padding_source=seen > 0)
     is_dispatched = loader.plan.mode == "dispatch"
     if isinstance(loader.dataset, IterableDataset):
         late.skip_batches += skipped
@@ -148,27 +152,27 @@ def _skip_steps(loader: Any, skipped: int) -> Any:
     return late
 
 
-def _shard_rest(loader: Any, offset: Offset, used: tuple[ReadSegment, ...]) -> Any:
+def _shard_rest(loader: Any, position: Position) -> Any:
     """Returns a copy that shards the rest of an epoch whose beginning was read by other groups."""
     dataset, base = loader.dataset, loader.base_dataloader
-    late = _copy_with_start(loader, offset=offset, used=used)
+    late = _copy_with_start(loader, position)
     shard = copy(dataset) if isinstance(dataset, IterableDatasetShard) else None
     if shard is None and isinstance(dataset, IterableDataset) and loader.plan.mode == "unsharded":
         # Each worker skips what it has read, which differs from the batches that one process would read.
         shard = IterableDatasetShard(dataset, base.batch_size or 1, bool(base.drop_last), even_batches=False)
     if shard is not None:
-        shard.used = used
+        shard.used = position.used
         late.base_dataloader = copy_with(base, dataset=shard)
     elif isinstance(dataset, IterableDataset):
-        late.start = replace(late.start, skip_source=offset.consumed)
+        late.start = replace(late.start, skip_source=position.consumed)
     else:
-        late.base_dataloader = reorder(base, partial(_skip_in_source, consumed=offset.consumed))
+        late.base_dataloader = reorder(base, partial(_skip_in_source, consumed=position.consumed))
     return late
 
 
 def skip_before_sharding(loader: Any, num_batches: int) -> Any:
     """Returns a copy of a prepared map-style loader that skips batches of the dataset before sharding."""
-    return _shard_rest(loader, Offset(consumed=num_batches), ()) if num_batches else loader
+    return _shard_rest(loader, Position(consumed=num_batches)) if num_batches else loader
 
 
 def _skip_in_source(index_sampler: Any, consumed: int) -> Any:
@@ -184,10 +188,10 @@ def _skip_in_source(index_sampler: Any, consumed: int) -> Any:
     return SkipBatchSampler(index_sampler, consumed)
 
 
-def _copy_with_start(loader: Any, **start: Any) -> Any:
-    """Returns a late start of a loader, with the same position object."""
+def _copy_with_start(loader: Any, position: Position, **start: Any) -> Any:
+    """Returns a late start of a loader, with the same tracker."""
     late = copy(loader)
-    late.start = replace(loader.start, origin=loader, **start)
+    late.start = replace(loader.start, position=position, origin=loader, **start)
     return late
 
 

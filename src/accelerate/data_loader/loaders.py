@@ -100,7 +100,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     def _open_dataset_shard(self, number: int) -> tuple[Iterator[Any], LastMark, PaddingRecord]:
         """Starts a pass over a shard that the dataset makes, of a length that other ranks do not know."""
         kept = self.num_padding_batches if self.start.keeps_padding_source else 0
-        stream = None if self.position.resume_point is None else self.start.offset.stream
+        stream = None if self.tracker.restored is None else self.start.position.stream
         ended = stream if stream is not None and stream.get("ended") else None
         source, _, padding_record = open_batches(self, self.skip_batches, kept)
         restored = self.padding_source.take_restored()
@@ -125,7 +125,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         keep_source_state(self, state)
 
     def _synchronize_generators(self) -> None:
-        if self.position.resume_point is not None:  # the states of the checkpoint are set instead
+        if self.tracker.restored is not None:  # the states of the checkpoint are set instead
             return
         types = self.rng_types
         if types is not None and self.synchronized_generator is None:

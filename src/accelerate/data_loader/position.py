@@ -1,113 +1,100 @@
-"""Position of a prepared loader within its epoch, and the random states that its order depends on.
+"""Position within an epoch, and the tracker that a loader shares with its late starts.
 
-Loaders count their batches here. `resume.py` saves and restores these values, and `late_start.py` makes
-loaders that start in the middle of an epoch.
+Loaders count their batches here. `resume.py` saves and restores positions, and `late_start.py` makes loaders
+that start in the middle of an epoch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from accelerate import rng
 from accelerate.data_loader.iterable_shard import ReadSegment
+from accelerate.data_loader.plan import ShardPlan
 from accelerate.data_loader.samplers import batch_samplers_of
 
 
-class Offset(NamedTuple):
+class Position(NamedTuple):
     """Point in an epoch between two batches."""
 
+    epoch: int = 0
     seen: int = 0  # batches that the loop has taken in this epoch, over all its interruptions
     consumed: int = 0  # batches of the dataset that this took, for all data-parallel groups together
+    is_over: bool = False  # the batch before is the last one of the epoch
+    ends_step: bool = True  # the batch before is the last one of a global batch of a constant size
     stream: Any = None  # state of an iterable dataset, with the samples that pad the end of the epoch
+    used: tuple[ReadSegment, ...] = ()  # read before the number of groups or the batch size last changed
+    start_states: Mapping[str, Any] | None = None  # of the generators at the start; None between two epochs
+    read_states: Mapping[str, Any] | None = None  # before the next batch was read; None if that draws nothing
+    workers_epoch: int | None = None  # in which persistent workers had started before the pass
 
-
-BEGINNING = Offset()
+    def after_batch(
+        self, consumed: int, is_last: bool, ends_step: bool = True, read_states: Any = None
+    ) -> Position:
+        """Returns the position after the next batch, which takes `consumed` batches of the dataset."""
+        epoch, seen, before, _, _, stream, used, start_states, _, workers_epoch = self
+        of_pass = stream, used, start_states, read_states, workers_epoch
+        return Position(epoch, seen + 1, before + consumed, is_last, ends_step, *of_pass)
 
 
 @dataclass(frozen=True)
-class ResumePoint:
-    """Position that a checkpoint has restored, from which the next pass resumes."""
+class Restored:
+    """Position of a checkpoint, from which the next pass resumes."""
 
-    offset: Offset
-    start_states: Mapping[str, Any] | None  # of the random generators; None between two epochs
-    groups: int  # data-parallel groups of the run that saved the checkpoint
-    is_over: bool = False  # the point is after the last batch of the epoch
-    ends_step: bool = True  # as in `Position`
-    global_batch_size: int | None = None  # as in `ShardPlan`
-    is_dispatched: bool = False  # one process read for all
-    has_own_shards: bool = False  # each group read a shard that the dataset or the user made
-    rows_in_batch: int | None = None  # samples in a batch of the dataset; None if it was not known
-    state: Mapping[str, Any] = field(default_factory=dict)  # as `resume.capture` returned it
-    streams: Mapping[str, Any] = field(default_factory=dict)  # as `resume.capture_stream` returned it
+    position: Position
+    plan: ShardPlan  # of the run that saved the checkpoint, as far as the checkpoint has it
+    state: Mapping[str, Any]  # as `resume.capture` returned it
+    streams: Mapping[str, Any]  # as `resume.capture_stream` returned it
     by_torchdata: bool = False  # the iterator of torchdata resumes by itself
-    used: tuple[ReadSegment, ...] = ()  # read before the number of groups or the batch size last changed
-    num_workers: int | None = None  # None if it was not saved
-    read_states: Mapping[str, Any] | None = None  # as in `Position`
 
 
 @dataclass(frozen=True)
 class PassStart:
     """Point at which each pass over a loader starts."""
 
-    offset: Offset = BEGINNING
+    position: Position = Position()  # nothing is left of the epoch if it is over
     origin: Any = None  # the loader of which this one is a late start; both count epochs together
     skip_source: int = 0  # batches of the dataset that are read and dropped, besides `skip_batches`
     keeps_padding_source: bool = False  # the first batches of the epoch are read as well, to pad its end
-    is_over: bool = False  # nothing is left of the epoch
-    used: tuple[ReadSegment, ...] = ()  # as in `ResumePoint`
 
 
 @dataclass(eq=False)
-class Position:
-    """Position within the epoch of a loader and of all its late starts."""
+class Tracker:
+    """Current position of a loader and of all its late starts."""
 
-    seen: int = 0  # batches that the loop has taken; 0 between two passes
-    consumed: int = 0  # batches of the dataset that this took
-    stream: Any = None  # state of the iterable dataset after the batch just yielded
-    is_over: bool = False  # the batch just yielded is the last one
-    ends_step: bool = True  # the batch just yielded is the last one of a global batch of a constant size
-    start_states: Mapping[str, Any] | None = None  # of the random generators at the start of the pass
-    read_states: Mapping[str, Any] | None = None
-    """Of the random generators before the batch after this one was read; None if reading draws nothing."""
-    resume_point: ResumePoint | None = None  # None after the next pass has started
+    position: Position = Position()  # after the batch just yielded
+    restored: Restored | None = None  # None after the next pass has started
     num_restored: int = 0  # how often a checkpoint was loaded
     workers_epoch: int | None = None  # in which persistent workers started first; None before
-    workers_epoch_at_start: int | None = None  # of the pass
     was_left_early: bool = False  # the latest pass ended before its last batch
     stream_may_be_over: bool = False  # the dataset has its state from the end of an epoch
-    used: tuple[ReadSegment, ...] = ()  # of this epoch, as in `ResumePoint`
+    read_states: Mapping[str, Any] | None = None  # of the next position, set by a thread that may read ahead
 
-    @property
-    def offset(self) -> Offset:
-        """The point in the epoch after the batch just yielded."""
-        return Offset(self.seen, self.consumed, self.stream)
-
-    @offset.setter
-    def offset(self, offset: Offset) -> None:
-        self.seen, self.consumed, self.stream = offset
-
-    def begin(self, loader: Any, offset: Offset) -> Callable[[], None]:
+    def begin(self, loader: Any, start: Position) -> Callable[[], None]:
         """Begins a pass before anything is drawn for it.
 
         Returns:
             A function to call when the order of the pass is drawn. It restores the random states of the
             checkpoint from which the pass resumes, if there is one.
         """
-        point, self.resume_point = self.resume_point, None
-        self.offset, self.used, self.read_states = offset, loader.start.used, None
-        self.workers_epoch_at_start = self.workers_epoch
-        if point is None or point.start_states is None:
+        restored, self.restored, self.read_states = self.restored, None, None
+        states = None if restored is None else restored.position.start_states
+        begun = start._replace(
+            epoch=loader.iteration, is_over=False, ends_step=True, workers_epoch=self.workers_epoch
+        )
+        if states is None:
             own_states = [generator.get_state() for generator in generators_of(loader)]
-            self.start_states = {"global": rng.capture_on_cpu(), "generators": own_states}
+            states = {"global": rng.capture_on_cpu(), "generators": own_states}
+            self.position = begun._replace(start_states=states, read_states=None)
             return lambda: None
         now, sampler = rng.capture(), loader.get_sampler()
-        self.start_states = point.start_states
+        self.position = begun._replace(start_states=states, read_states=None)
         restore_start(loader)
-        if all(state is not None for state in self.start_states["generators"]):
+        if all(state is not None for state in states["generators"]):
             return lambda: rng.restore(now)
         # A run of one process has begun the pass, and the sampler drew in its own way from torch's generator.
         own, sampler.generator = sampler.generator, None
@@ -118,22 +105,20 @@ class Position:
 
         return order_is_drawn
 
-    def end_resumed(self, offset: Offset, loader: Any) -> None:
+    def end_resumed(self, position: Position, loader: Any) -> None:
         """Ends a pass that resumes after the last batch of an epoch."""
-        self.resume_point, self.offset, self.is_over = None, offset, True
+        self.restored, self.position = None, position
         if loader.persistent_workers and self.workers_epoch is None:
             self.workers_epoch = loader.iteration
 
     def end(self) -> None:
         """Ends a pass, after which the position is between two epochs."""
-        self.offset, self.used = BEGINNING, ()
-        self.is_over = False
-        self.start_states = self.read_states = None
+        self.position, self.read_states = Position(), None
 
 
 def is_tracked(loader: Any) -> bool:
-    """Returns whether a loader has a position, as prepared loaders do."""
-    return isinstance(getattr(loader, "position", None), Position)
+    """Returns whether a loader has a tracker, as prepared loaders do."""
+    return isinstance(getattr(loader, "tracker", None), Tracker)
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
@@ -153,7 +138,7 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 
 def restore_start(loader: Any) -> None:
     """Sets the random generators to their states at the start of the pass, except one that was not there."""
-    states = loader.position.start_states
+    states = loader.tracker.position.start_states
     rng.restore(states["global"])
     for generator, state in zip(generators_of(loader), states["generators"], strict=True):
         if state is not None:

@@ -31,7 +31,7 @@ from accelerate.data_loader.last_batch import (
     rows_per_sample,
 )
 from accelerate.data_loader.plan import UNPREPARED
-from accelerate.data_loader.position import Position, restore_start
+from accelerate.data_loader.position import Tracker, restore_start
 from accelerate.data_loader.resume import keep_source_state, restore_stream, source_state
 from accelerate.data_loader.samplers import shard_of
 from accelerate.devices import of_device
@@ -86,7 +86,7 @@ def yield_batches(
         number: Number of the first batch.
         choose: Returns from the first batch the function that moves batches to the device, as `choose_move`.
     """
-    position, batches_per_step = loader.position, loader.plan.batches_per_step
+    tracker, batches_per_step = loader.tracker, loader.plan.batches_per_step
     is_unsharded = loader.plan.mode == "unsharded" and loader.plan != UNPREPARED
     parts = padding_record if isinstance(padding_record, StepRecord) else None
     full: int | None = None
@@ -114,14 +114,13 @@ def yield_batches(
             if loader.full_rows is None:
                 loader.full_rows = rows
             if is_last:
-                loader.end_of_dataloader = position.is_over = True
+                loader.end_of_dataloader = True
                 loader.remainder = last_remainder(loader)
-            consumed = batches_per_step
+            consumed, ends_step = batches_per_step, True
             if parts is not None:
                 part = loader.step_part = parts.part(number, loader.plan.group)
-                position.ends_step, consumed = part.is_last, part.batches
-            position.seen += 1
-            position.consumed += consumed
+                consumed, ends_step = part.batches, part.is_last
+            tracker.position = tracker.position.after_batch(consumed, is_last, ends_step, tracker.read_states)
             if move is not None:
                 batch = move(batch)
             for observe in observers.batch_read:
@@ -178,18 +177,19 @@ def open_batches(
     Returns:
         The batches, whether the mark is set, and the record of padding.
     """
-    position, start = loader.position, loader.start
+    tracker, start = loader.tracker, loader.start
     restore_stream(loader)
-    if start.is_over:
-        position.end_resumed(start.offset, loader)
+    if start.position.is_over:
+        tracker.end_resumed(start.position, loader)
         return iter(()), False, {}
-    point = position.resume_point
-    by_torchdata = point is not None and point.by_torchdata and start.origin is None
-    order_is_drawn = position.begin(loader, point.offset if by_torchdata else start.offset)
+    restored = tracker.restored
+    by_torchdata = restored is not None and restored.by_torchdata and start.origin is None
+    begins_at = start.position if restored is None or not by_torchdata else restored.position
+    order_is_drawn = tracker.begin(loader, begins_at)
     source: Any = open_iterator(loader)
     loader.iterator = source
-    if position.stream_may_be_over:
-        position.stream_may_be_over = False
+    if tracker.stream_may_be_over:
+        tracker.stream_may_be_over = False
         source = reopen_if_empty(source, loader)
     is_map_style = not isinstance(loader.dataset, IterableDataset)
     if type(source) is torch_private.SingleProcessIterator and is_map_style and not skip:
@@ -203,18 +203,18 @@ def open_batches(
     padding_record = _padding_record_of(loader)
     if _attaches_counts(loader):
         source = detach_counts(source, padding_record)
-    is_resumed = point is not None and position.seen == point.offset.seen
-    read_states = point.read_states if point is not None and is_resumed else None
+    is_resumed = restored is not None and tracker.position.seen == restored.position.seen
+    read_states = restored.position.read_states if restored is not None and is_resumed else None
     if skip or read_states is not None:
         source = read_past(source, skip, kept, read_states)
     source = after_first(source, order_is_drawn, kept, ahead_by or 1)
     if ahead_by is None and not loader.num_workers:
-        source = track_random_states(source, position)
+        source = track_random_states(source, tracker)
     return source, False, padding_record
 
 
-def track_random_states(source: Iterator[Any], position: Position) -> Iterator[Any]:
-    """Yields batches that are read one ahead, and keeps the random states before each in `position`.
+def track_random_states(source: Iterator[Any], tracker: Tracker) -> Iterator[Any]:
+    """Yields batches that are read one ahead, and keeps the random states before each in the tracker.
 
     If the second batch of a pass draws no random numbers in this process, the rest is read without.
     """
@@ -225,7 +225,7 @@ def track_random_states(source: Iterator[Any], position: Position) -> Iterator[A
         if (batch := next(source, _END)) is _END:
             return
         draws = detector.has_drawn() if draws is None else draws
-        position.read_states = before if draws else None
+        tracker.read_states = before if draws else None
         yield batch
     yield from source
 
@@ -250,11 +250,11 @@ def open_iterator(loader: Any) -> Iterator[Any]:
     base: DataLoader[Any] = loader.base_dataloader
     if base.persistent_workers and base._iterator is not None:
         return iter(base)
-    position, epoch = loader.position, loader.iteration
-    with settings_of_workers(loader), dataset_at(loader, position.workers_epoch):
+    tracker, epoch = loader.tracker, loader.iteration
+    with settings_of_workers(loader), dataset_at(loader, tracker.workers_epoch):
         iterator = iter(base)
-    if base.persistent_workers and position.workers_epoch is None:
-        position.workers_epoch = epoch
+    if base.persistent_workers and tracker.workers_epoch is None:
+        tracker.workers_epoch = epoch
     if base.num_workers:
         services.get(WorkersObserver, WorkersObserver).follow(iterator)
     return iterator
@@ -287,7 +287,7 @@ def settings_of_workers(loader: Any) -> Iterator[None]:
     after a checkpoint was loaded, it is drawn from a copy of the generator.
     """
     base = loader.base_dataloader
-    has_drawn = loader.position.workers_epoch is not None
+    has_drawn = loader.tracker.workers_epoch is not None
     settings = {name: getattr(base, name) for name in ("collate_fn", "generator", "worker_init_fn")}
     if _attaches_counts(loader):
         base.collate_fn = CountingCollate(base.collate_fn)

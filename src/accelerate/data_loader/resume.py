@@ -28,10 +28,11 @@ from accelerate import rng, torch_private
 from accelerate.base import CheckpointError
 from accelerate.data_loader.iterable_shard import ReadSegment, state_of_dataset, stream_with_state
 from accelerate.data_loader.permutation import ConstantMemorySampler, SeedableRandomSampler
+from accelerate.data_loader.plan import ShardPlan
 from accelerate.data_loader.position import (
-    Offset,
     Position,
-    ResumePoint,
+    Restored,
+    Tracker,
     generators_of as generators_of,
     is_tracked as is_tracked,
 )
@@ -58,9 +59,10 @@ def capture(loader: Any) -> dict[str, Any] | None:
     """Returns the order and position of a loader, or None if it is not prepared."""
     if not is_tracked(loader):
         return None
-    position: Position = loader.position
-    if position.resume_point is not None:  # nothing was read since it was loaded
-        return {**position.resume_point.state, "epoch": loader.iteration}
+    tracker: Tracker = loader.tracker
+    position = tracker.position
+    if tracker.restored is not None:  # nothing was read since it was loaded
+        return {**tracker.restored.state, "epoch": loader.iteration}
     is_between = position.start_states is None
     return {
         "version": VERSION,
@@ -80,7 +82,7 @@ def capture(loader: Any) -> dict[str, Any] | None:
         "generators": [generator.get_state() for generator in generators_of(loader)],
         "seed": getattr(loader.get_sampler(), "initial_seed", None),
         "computes_order": _computes_order(loader),
-        "workers_epoch": position.workers_epoch if is_between else position.workers_epoch_at_start,
+        "workers_epoch": tracker.workers_epoch if is_between else position.workers_epoch,
     }
 
 
@@ -101,66 +103,60 @@ def restore(loader: Any, state: Mapping[str, Any], streams: Mapping[str, Any] | 
         CheckpointError: If the state is not that of a loader, or of one with another order.
     """
     streams = streams or {}
-    epoch, point = _decode(loader, state, streams)
+    restored = _decode(loader, state, streams)
+    position = restored.position
     _refuse_other_sampler(loader, state)
-    _refuse_order_drawn_while_read(loader, point)
-    start = _match_generators(loader, state["generators"], point.start_states)
+    _refuse_order_drawn_while_read(loader, restored)
+    start = _match_generators(loader, state["generators"], position.start_states)
     if state.get("seed") is not None and hasattr(sampler := loader.get_sampler(), "initial_seed"):
         sampler.initial_seed = state["seed"]
-    loader.set_epoch(epoch)
-    position: Position = loader.position
-    position.end()
-    position.resume_point = replace(point, start_states=start)
-    position.num_restored += 1
-    position.workers_epoch = state.get("workers_epoch")
-    position.was_left_early = position.stream_may_be_over = False
+    loader.set_epoch(position.epoch)
+    tracker: Tracker = loader.tracker
+    tracker.end()
+    tracker.restored = replace(restored, position=position._replace(start_states=start))
+    tracker.num_restored += 1
+    tracker.workers_epoch = position.workers_epoch
+    tracker.was_left_early = tracker.stream_may_be_over = False
     loader.base_dataloader._iterator = None  # its workers are ahead of the checkpoint
     loader.dl_state_dict = None
     if loader.torchdata_resumes:
         loader.base_dataloader.load_state_dict({})  # drops an iterator that was made for its state, too
         loader.base_dataloader.next_iter_state = None
-    if point.by_torchdata:
+    if restored.by_torchdata:
         loader.padding_source.restored = streams.get("first", [])
         loader.load_state_dict(streams["torchdata"])
 
 
-def _decode(loader: Any, state: Mapping[str, Any], streams: Mapping[str, Any]) -> tuple[int, ResumePoint]:
-    """Returns the epoch and the position of a state."""
+def _decode(loader: Any, state: Mapping[str, Any], streams: Mapping[str, Any]) -> Restored:
+    """Returns the position of a state, with the plan of the run that saved it."""
     try:
-        version = state["version"]
-        offset = Offset(int(state["seen"]), int(state["consumed"]))
-        groups, is_over = int(state["groups"]), bool(state["is_over"])
-        used = tuple(ReadSegment(*segment) for segment in state.get("used", ()))
-        epoch, start, _ = int(state["epoch"]), state["start"], state["generators"]
+        version, rows = state["version"], state.get("rows_in_batch")
+        position = Position(
+            int(state["epoch"]),
+            int(state["seen"]),
+            int(state["consumed"]),
+            bool(state["is_over"]),
+            bool(state.get("ends_step", True)),
+            used=tuple(ReadSegment(*segment) for segment in state.get("used", ())),
+            start_states=state["start"],
+            workers_epoch=state.get("workers_epoch"),
+        )
+        groups, _ = int(state["groups"]), state["generators"]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"this is no position of a loader: {error!r}") from error
     if version != VERSION:
         raise CheckpointError(f"the position of a loader has version {version}, and this one reads {VERSION}")
-    rows = state.get("rows_in_batch")
     is_same = (groups, rows) == (loader.plan.groups, loader.plan.rows_in_batch)
-    is_within_epoch = offset.seen > 0 and not is_over
-    by_torchdata = is_same and "torchdata" in streams and loader.torchdata_resumes
-    by_torchdata = by_torchdata and is_within_epoch and not used
+    is_same = is_same and position.seen > 0 and not position.is_over
+    by_torchdata = is_same and "torchdata" in streams and loader.torchdata_resumes and not position.used
     if by_torchdata and isinstance(loader.dataset, IterableDataset):
         by_torchdata = torch_private.has_dataset_state(streams["torchdata"])
     stream = streams.get("dataset") if by_torchdata else _saved_stream(loader, streams)
-    return epoch, ResumePoint(
-        offset._replace(stream=stream),
-        start,
-        groups,
-        is_over=is_over,
-        ends_step=bool(state.get("ends_step", True)),
-        global_batch_size=state.get("global_batch_size"),
-        is_dispatched=bool(state.get("is_dispatched")),
-        has_own_shards=bool(state.get("own_shares")),
-        rows_in_batch=rows,
-        state=dict(state),
-        streams=dict(streams),
-        by_torchdata=by_torchdata,
-        used=used,
-        num_workers=state.get("num_workers"),
-        read_states=streams.get("read") if is_same and is_within_epoch else None,
-    )
+    position = position._replace(stream=stream, read_states=streams.get("read") if is_same else None)
+    mode: Any = "dispatch" if state.get("is_dispatched") else "shard"
+    mode = "already_sharded" if state.get("own_shares") else mode
+    plan = ShardPlan(mode, groups, batch_size=rows, global_batch_size=state.get("global_batch_size"))
+    return Restored(position, plan, dict(state), dict(streams), by_torchdata)
 
 
 def _computes_order(loader: Any) -> bool:
@@ -179,7 +175,7 @@ def _refuse_other_sampler(loader: Any, state: Mapping[str, Any]) -> None:
     )
 
 
-def _refuse_order_drawn_while_read(loader: Any, point: ResumePoint) -> None:
+def _refuse_order_drawn_while_read(loader: Any, restored: Restored) -> None:
     """Raises an error within an epoch that another number of processes goes on with, if its order is lost.
 
     A sampler may draw each index from the generators of the process when it is read. Its order depends on
@@ -187,18 +183,19 @@ def _refuse_order_drawn_while_read(loader: Any, point: ResumePoint) -> None:
     """
     sampler = list(batch_samplers_of(loader._index_sampler))[-1]
     sampler = getattr(sampler, "sampler", sampler) if type(sampler) is BatchSampler else sampler
-    is_same = point.groups == loader.plan.groups or not point.offset.seen or point.is_over
-    if is_same or point.start_states is None or type(sampler) in _DRAWS_AT_ONCE:
+    position, groups = restored.position, restored.plan.groups
+    is_same = groups == loader.plan.groups or not position.seen or position.is_over
+    if is_same or position.start_states is None or type(sampler) in _DRAWS_AT_ONCE:
         return
     if isinstance(loader.dataset, IterableDataset) or not _draws_while_read(
-        sampler, loader.dataset, point.start_states["global"]
+        sampler, loader.dataset, position.start_states["global"]
     ):
         return
     raise CheckpointError(
         f"{loader!r} cannot go on in the middle of this epoch with another number of processes: "
         f"{type(sampler).__name__} draws its indices one after another from the generator of the process, "
         "which the training uses too. Let it draw the order when an epoch begins, or from a torch.Generator "
-        f"of its own; or go on with {point.groups} data-parallel groups until the end of the epoch."
+        f"of its own; or go on with {groups} data-parallel groups until the end of the epoch."
     )
 
 
@@ -275,29 +272,30 @@ def keep_source_state(loader: Any, state: Any) -> None:
         loader.dl_state_dict = state
         loader.adjust_state_dict_for_prefetch()
     else:
-        loader.position.stream = state
+        loader.tracker.position = loader.position._replace(stream=state)
 
 
 def restore_stream(loader: Any) -> None:
     """Restores the state of the dataset from the checkpoint from which the next pass resumes."""
-    point: ResumePoint | None = loader.position.resume_point
-    if point is None:
+    restored: Restored | None = loader.tracker.restored
+    if restored is None:
         return
-    is_between = point.is_over if loader.start.is_over else not point.offset.seen
+    position, start = restored.position, loader.start.position
+    is_between = position.is_over if start.is_over else not position.seen
     if is_between:
-        _restore_between_epochs(loader, point)
-    elif (stream := loader.start.offset.stream) is not None:
+        _restore_between_epochs(loader, restored)
+    elif (stream := start.stream) is not None:
         stream_of(loader).load_state_dict(stream["state"])
         loader.padding_source.restored = stream["first"]
 
 
-def _restore_between_epochs(loader: Any, point: ResumePoint) -> None:
-    stream = stream_of(loader)
-    has_own_shards = point.has_own_shards or loader.plan.has_own_shards
-    is_of_other_shard = has_own_shards and point.groups != loader.plan.groups
-    if stream is not None and point.offset.stream is not None and not is_of_other_shard:
-        stream.load_state_dict(point.offset.stream["state"])
-        loader.position.stream_may_be_over = True
+def _restore_between_epochs(loader: Any, restored: Restored) -> None:
+    stream, saved = stream_of(loader), restored.position.stream
+    has_own_shards = restored.plan.has_own_shards or loader.plan.has_own_shards
+    is_of_other_shard = has_own_shards and restored.plan.groups != loader.plan.groups
+    if stream is not None and saved is not None and not is_of_other_shard:
+        stream.load_state_dict(saved["state"])
+        loader.tracker.stream_may_be_over = True
 
 
 def _saved_stream(loader: Any, streams: Mapping[str, Any]) -> Any:
@@ -316,8 +314,8 @@ def capture_stream(loader: Any) -> dict[str, Any]:
     if not is_tracked(loader):
         return {}
     position: Position = loader.position
-    if position.resume_point is not None:  # nothing was read since it was loaded
-        return dict(position.resume_point.streams)
+    if loader.tracker.restored is not None:  # nothing was read since it was loaded
+        return dict(loader.tracker.restored.streams)
     if position.read_states is None:
         return _capture_state(loader)
     # Generators differ between ranks, and the first samples of the epoch are read again to pad its end.
@@ -344,7 +342,7 @@ def _state_between_epochs(loader: Any) -> dict[str, Any]:
     stream = stream_of(loader)
     position: Position = loader.position
     # Most datasets begin again after a pass that was left early, and do not continue at their state.
-    if position.was_left_early and not position.seen:
+    if loader.tracker.was_left_early and not position.seen:
         return {}
     if stream is None or (loader.plan.mode == "dispatch" and current_transport().rank):
         return {}

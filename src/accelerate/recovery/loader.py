@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from accelerate.base import CheckpointError, wrong_value
 from accelerate.data_loader import (
     DataLoaderStateMixin,
+    Position,
+    StepPlan,
     end_use,
     skip_before_sharding,
     skip_first_batches,
@@ -43,10 +45,11 @@ class RecoveryLoader(DataLoaderStateMixin):
             step has the micro-batches of all launched replica groups.
 
     Attributes:
-        epoch: Number of the current pass for training, from 0.
-        position: Number of micro-batches that are trained in this pass.
+        position: Position in the current pass for training, in which micro-batches of all groups are counted.
         num_passes: Number of passes for training that this process has begun.
     """
+
+    tracker: None = None  # the prepared loaders have their own
 
     def __init__(
         self,
@@ -58,11 +61,11 @@ class RecoveryLoader(DataLoaderStateMixin):
     ) -> None:
         self.number, self.shards = number, list(shards)
         self.gradient_state = GradientState()
-        self.epoch = self.position = self.num_passes = 0
+        self.position, self.num_passes = Position(), 0
         self._divide, self._shrinks = divide, shrinks
         self._evaluation: tuple[Members, Any] | None = None
         self._recovery = recovery
-        self._count = 0  # micro-batches in the current step
+        self._after = Position()  # after the current step
 
     @property  # type: ignore[misc]  # never assigned
     def __class__(self) -> Any:
@@ -87,46 +90,45 @@ class RecoveryLoader(DataLoaderStateMixin):
         number, self.num_passes = self.num_passes, self.num_passes + 1
         if not self._recovery.begin_pass(self, number):
             return
-        if number > self.epoch:  # an iterator over the pass before is still open
-            self.epoch, self.position = number, 0
+        if number > self.position.epoch:  # an iterator over the pass before is still open
+            self.position = Position(number)
         readers: dict[Any, Any] = {}
-        observers = run_observers()
-        read_to = (-1, -1)
+        observers, read_to = run_observers(), None
         self.begin()
         try:
             while True:
                 began = time.perf_counter()
                 members = self._recovery.begin_step(self)
                 step_clock.add_recovery("members", time.perf_counter() - began)
-                if number < self.epoch:  # the others have ended the pass meanwhile
+                if number < self.position.epoch:  # the others have ended the pass meanwhile
                     self._recovery.decline_step()
                     return
-                if self.position >= self._num_micro_batches or self._recovery.is_left(self, number):
+                if self.position.seen >= self._num_micro_batches or self._recovery.is_left(self, number):
                     if self._recovery.end_data():
-                        self.epoch, self.position = self.epoch + 1, 0
+                        self.position = Position(self.position.epoch + 1)
                         return
                     continue
-                own, began, before = self._plan_step(members), time.perf_counter(), self.position
-                sources = [self._source(index, members) for index in own]
-                if set(readers) != set(sources) or read_to != (self.epoch, self.position):
+                plan, began, before = self._plan_step(members), time.perf_counter(), self.position
+                pieces = plan.pieces_of(members.index, members.size) or [0]
+                sources = [self._source(piece % plan.parts, members) for piece in pieces]
+                if set(readers) != set(sources) or read_to != before:
                     _close(readers)
                     readers.update((source, self._open(source)) for source in dict.fromkeys(sources))
-                for index, source in zip(own, sources, strict=True):
+                read_to = self._after = before._replace(seen=before.seen + plan.samples)
+                for piece, source in zip(pieces, sources, strict=True):
                     with observers.reading_ahead():
                         batch = next(readers[source])
-                    is_last = index == own[-1]
-                    is_end = self.position + self._count >= self._num_micro_batches
-                    self.end_of_dataloader = is_last and is_end
-                    batch_number, replica = divmod(index, len(self.shards))
+                    is_last = piece == pieces[-1]
+                    self.end_of_dataloader = is_last and self._after.seen >= self._num_micro_batches
+                    batch_number, replica = divmod(before.seen + piece, len(self.shards))
                     self._recovery.begin_micro_batch(
-                        (self.epoch, batch_number, replica),
-                        is_own=self._shrinks or (index - before) % len(self.shards) == members.index,
+                        (before.epoch, batch_number, replica),
+                        is_own=self._shrinks or piece % plan.parts == members.index,
                         is_last=is_last,
-                        loss_scale=self._loss_scale(index, members),
+                        loss_scale=self._loss_scale(plan, source == members),
                     )
                     yield batch
                     end_use(self, observers)
-                read_to = self.epoch, self.position + self._count
                 self._recovery.check_step()
                 if self.position == before:  # the step was not committed, and is repeated
                     step_clock.add_recovery("lost", time.perf_counter() - began)
@@ -144,44 +146,39 @@ class RecoveryLoader(DataLoaderStateMixin):
             return len(self._divide(Members(0, 1)))
         return len(self) * len(self.shards)
 
-    def _plan_step(self, members: Members) -> list[int]:
-        """Sets the number of micro-batches of the next step, and returns those of this replica group."""
-        first, size = self.position, members.size if self._shrinks else len(self.shards)
-        self._count = self.gradient_state.num_steps * size
-        rest = self._num_micro_batches - first
-        if rest < self._count + size * self._shrinks:  # each member has one in the last step
-            self._count = rest
-        step = range(first, first + self._count)
-        own = [index for index in step if (index - first) % size % members.size == members.index]
-        return own or [first]
+    def _plan_step(self, members: Members) -> StepPlan:
+        """Returns the division of the next micro-batches among the launched groups, or among the members."""
+        size = members.size if self._shrinks else len(self.shards)
+        count = self.gradient_state.num_steps * size
+        rest = self._num_micro_batches - self.position.seen
+        if rest < count + size * self._shrinks:  # each member has one in the last step
+            count = rest
+        return StepPlan(range(count + 1), size)
 
-    def _source(self, index: int, members: Members) -> Members | int:
-        """Returns the key of the reader of a micro-batch, which is its replica group or its member."""
-        if not self._shrinks:
-            return index % len(self.shards)
-        return Members((index - self.position) % members.size, members.size)
+    def _source(self, part: int, members: Members) -> Members | int:
+        """Returns the key of the reader of a part of the plan."""
+        return Members(part, members.size) if self._shrinks else part
 
     def _open(self, source: Members | int) -> Iterator[Any]:
         if isinstance(source, Members):
             shard = self._divide(source)
             num_groups = shard.plan.groups // source.size
-            shard.set_epoch(self.epoch)
-            return iter(skip_before_sharding(shard, self.position * num_groups))
+            shard.set_epoch(self.position.epoch)
+            return iter(skip_before_sharding(shard, self.position.seen * num_groups))
         shard = self.shards[source]
-        shard.set_epoch(self.epoch)
-        number = self.position // len(self.shards)
+        shard.set_epoch(self.position.epoch)
+        number = self.position.seen // len(self.shards)
         return iter(skip_first_batches(shard, number) if number else shard)
 
-    def _loss_scale(self, index: int, members: Members) -> float:
+    def _loss_scale(self, plan: StepPlan, is_own: bool) -> float:
         """Returns the factor of a loss, with which those of a step add up to their mean."""
         if not self._shrinks:
-            return 1.0 / len(self.shards)
-        is_own = self._source(index, members) == members
-        return self.gradient_state.num_steps / self._count if is_own else 0.0
+            return 1.0 / plan.parts
+        return self.gradient_state.num_steps / plan.samples if is_own else 0.0
 
     def advance(self) -> None:
         """Moves the position behind the batches of the current step, which is committed."""
-        self.position += self._count
+        self.position = self._after
 
     # Evaluation
 
@@ -197,7 +194,7 @@ class RecoveryLoader(DataLoaderStateMixin):
 
     def state_dict(self) -> dict[str, int]:
         """Returns the position after the last committed step."""
-        return {"epoch": self.epoch, "position": self.position}
+        return {"epoch": self.position.epoch, "position": self.position.seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Sets the position at which the next pass begins."""
@@ -206,8 +203,8 @@ class RecoveryLoader(DataLoaderStateMixin):
                 f"The checkpoint is behind micro-batch {state['position']}, which does not end a step of "
                 f"{len(self.shards)} replica groups. Pass --replica_batch shrink, as when it was saved."
             )
-        self.epoch, self.position = state["epoch"], state["position"]
-        self.num_passes = self.epoch
+        self.position = Position(state["epoch"], state["position"])
+        self.num_passes = self.position.epoch
 
 
 def _close(readers: dict[Any, Any]) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 from accelerate import rng, strategies, torch_private
 from accelerate.base import RecoveryError, StateError, wrong_value
 from accelerate.checkpointing import StateItem, apply_items, capture_items, check_items
-from accelerate.data_loader import data_groups
+from accelerate.data_loader import Position, data_groups
 from accelerate.launch import FIRST_STEP, arrived_key, begun_key, committed_key, has_steps, read_life
 from accelerate.logging import get_logger
 from accelerate.ops import Transport, current_transport
@@ -275,9 +275,9 @@ class Recovery(ReplicaGroups):
         num_before = 0 if self.members is None else self.members.size
         self._outcome = None
         self._transport = None
-        epoch = loader.epoch
+        epoch = loader.position.epoch
         self.members = self._begin_with_state(self._membership, loader)
-        if self._membership.num_committed == 0 and loader.epoch == epoch:
+        if self._membership.num_committed == 0 and loader.position.epoch == epoch:
             self.members = self._begin_together(self.members)
         self._leader.is_leader = self.members.index == 0
         self._states, self._kept = self._model_states(), []
@@ -312,8 +312,8 @@ class Recovery(ReplicaGroups):
                     "All replica groups have ended since this one began, so it does not know where the run "
                     "goes on. The launcher starts it again."
                 )
-            if has_begun and over > loader.epoch:
-                loader.epoch, loader.position = over, 0
+            if has_begun and over > loader.position.epoch:
+                loader.position = Position(over)
                 return members
             if has_begun and is_late:
                 raise RecoveryError(
@@ -544,11 +544,11 @@ class Recovery(ReplicaGroups):
         self._store.set(LEFT.format(self._life, loader.number, number), "1")
         while True:
             self.begin_step(loader)
-            if loader.epoch > number:  # the others have ended the pass meanwhile
+            if loader.position.epoch > number:  # the others have ended the pass meanwhile
                 self.decline_step()
                 return
             if self.end_data():
-                loader.epoch, loader.position = number + 1, 0
+                loader.position = Position(number + 1)
                 return
 
     def is_left(self, loader: RecoveryLoader, number: int) -> bool:
@@ -563,7 +563,7 @@ class Recovery(ReplicaGroups):
         self._membership.sum(torch.zeros(1, device=self._strategy.context.device))
         if not self._membership.commit():
             return False
-        over = max(self._num_passes_over(self._loader), self._loader.epoch + 1)
+        over = max(self._num_passes_over(self._loader), self._loader.position.epoch + 1)
         self._store.set(PASSES.format(self._life, self._loader.number), str(over))
         return True
 

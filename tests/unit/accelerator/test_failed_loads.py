@@ -104,7 +104,7 @@ def facts(accelerator: Accelerator, objects: Mapping[str, Any]) -> dict[str, Any
         "counter": vars(objects["counter"]),
         "scaler": {name: value for name, value in vars(objects["scaler"]).items() if name[0] == "_"},
         "head": objects["head"].state_dict(),
-        "position": vars(loader.position),
+        "position": vars(loader.tracker),
         "epoch": loader.iteration,
         "sampler": [generator.get_state() for generator in loader_generators(loader)],
         "random": rng.capture(),

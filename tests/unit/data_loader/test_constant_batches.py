@@ -28,7 +28,7 @@ def shards(
 def test_micro_batches_have_each_sample_once_in_sizes_that_differ_by_one(
     samples: int, parts: int, largest: int
 ) -> None:
-    plan = StepPlan(samples, parts, largest)
+    plan = StepPlan.even(samples, parts, largest)
     steps = range(plan.num_micro_batches)
     spans = [plan.span(step, part) for step in steps for part in range(parts)]
     assert [index for span in spans for index in range(samples)[span]] == list(range(samples))

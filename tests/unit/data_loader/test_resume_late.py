@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelerate.base import CheckpointError
 from accelerate.data_loader import (
-    Offset,
-    ResumePoint,
+    Position,
+    Restored,
+    ShardPlan,
     make_resumed_loader,
     prepare_data_loader,
     resume,
@@ -96,9 +97,17 @@ def test_a_resumed_loader_reads_no_earlier_sample() -> None:
     assert len(data.read) == BATCH
 
 
-def resumed(loader: Any, seen: int, groups: int = 1, consumed: int | None = None, **facts: Any) -> Any:
-    offset = Offset(seen, seen if consumed is None else consumed)
-    loader.position.resume_point = ResumePoint(offset, None, groups, **facts)
+def resumed(
+    loader: Any,
+    seen: int,
+    groups: int = 1,
+    consumed: int | None = None,
+    rows: int | None = None,
+    mode: Any = "shard",
+    is_over: bool = False,
+) -> Any:
+    position = Position(seen=seen, consumed=seen if consumed is None else consumed, is_over=is_over)
+    loader.tracker.restored = Restored(position, ShardPlan(mode, groups, batch_size=rows), {}, {})
     return loader
 
 
@@ -132,19 +141,19 @@ def test_batches_of_another_size_resume_after_the_same_samples(
 ) -> None:
     """`seen` global batches of `groups` batches of `rows` samples were read; batches have 2 now."""
     loader = prepare_data_loader(DataLoader(Counted(20), batch_size=BATCH), torch.device("cpu"), 1, 0)
-    late = skip_prepared(resumed(loader, seen, groups, seen * groups, rows_in_batch=rows), seen)
+    late = skip_prepared(resumed(loader, seen, groups, seen * groups, rows), seen)
     assert [value for batch in late for value in batch.tolist()] == list(range(first, 20))
     assert len(late) == (20 - first) // BATCH
 
 
 def test_batches_that_do_not_begin_there_are_refused() -> None:
-    loader = resumed(make(Counted(20)), 3, rows_in_batch=3)
+    loader = resumed(make(Counted(20)), 3, rows=3)
     with pytest.raises(CheckpointError, match=r"9 of its samples were given in batches of 3.*no batch of 2"):
         skip_prepared(loader, 3)
 
 
 def test_shards_of_a_dataset_do_not_resume_with_another_batch_size() -> None:
-    loader = resumed(make(Counted(20)), 2, has_own_shards=True, rows_in_batch=4)
+    loader = resumed(make(Counted(20)), 2, rows=4, mode="already_sharded")
     loader.plan = replace(loader.plan, mode="dataset_shards")
     with pytest.raises(CheckpointError, match="batches of 4 and not of 2, and the batches of shards"):
         skip_prepared(loader, 2)
@@ -180,4 +189,4 @@ def test_a_late_start_shares_what_is_not_changed() -> None:
     late: Any = skip_prepared(loader, 4)
     assert (late.skip_batches, loader.skip_batches) == (4, 0)
     assert late.dataset is loader.dataset
-    assert late.position is loader.position
+    assert late.tracker is loader.tracker

@@ -152,3 +152,23 @@ def test_the_position_of_a_shrunken_step_needs_shrinking_steps() -> None:
     loader.load_state_dict({"epoch": 0, "position": 6})
     with pytest.raises(CheckpointError, match="behind micro-batch 5, which does not end a step of 3"):
         loader.load_state_dict({"epoch": 0, "position": 5})
+
+
+@pytest.mark.parametrize("shrinks", [False, True])
+def test_readers_continue_after_a_committed_step(shrinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+    open_reader = RecoveryLoader._open
+    monkeypatch.setattr(
+        RecoveryLoader, "_open", lambda self, source: opened.append(source) or open_reader(self, source)
+    )
+    member = Member(2, 1, 0, 12, shrinks=shrinks)
+    steps = []
+    for _ in range(3):
+        steps.append(member.read_step(Members(0, 1)))
+        member.loader.advance()
+    assert len(opened) == len(set(opened))
+    step = member.read_step(Members(0, 1))
+    assert member.read_step(Members(0, 1)) == step  # it was not committed, and is read again
+    assert len(opened) == 2 * len(set(opened))
+    assert len({sample for each in [*steps, step] for sample in each}) == sum(map(len, [*steps, step]))
+    member.batches.close()  # type: ignore[attr-defined]

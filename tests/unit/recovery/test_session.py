@@ -12,6 +12,7 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.base import ConfigurationError, RecoveryError, StateError
+from accelerate.data_loader import Position
 from accelerate.launch import committed_key
 from accelerate.recovery.loader import RecoveryLoader
 from accelerate.recovery.membership import Members
@@ -94,7 +95,7 @@ def begin_again(membership: Waiting, store: Store, timeout: float) -> RecoveryLo
     run = SimpleNamespace(timeout=timeout)
     recovery = new_recovery(_store=store, _life=0, num_replicas=2, _run=run)
     loader = RecoveryLoader.__new__(RecoveryLoader)
-    loader.number, loader.epoch, loader.position = 0, 3, 8
+    loader.number, loader.position = 0, Position(3, 8)
     recovery._begin_with_state(cast("Any", membership), loader)
     return loader
 
@@ -107,7 +108,7 @@ def test_a_pass_that_others_end_meanwhile_is_not_trained_alone(
     over = PASSES.format(0, 0)
     membership = Waiting(lambda number: store.update({over: "4"}) if number == 3 else None)
     loader = begin_again(membership, store, 60.0)
-    assert (loader.epoch, loader.position, membership.num_begun) == (4, 0, 3)
+    assert (loader.position, membership.num_begun) == (Position(4), 3)
 
 
 def test_steps_are_not_taken_without_the_state_of_the_run(states: None) -> None:
