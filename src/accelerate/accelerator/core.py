@@ -166,7 +166,7 @@ class Accelerator(ProcessControl):
         self._stop_requests = diagnostics.get_stop_requests(environ.current())
         self.state = runtime.state
         self.gradient_state = runtime.gradient_state
-        self._cp_context = _context_before_prepare(strategies.splitting_layer(runtime.strategy.layers))
+        self._cp_context = _context_before_prepare(runtime.strategy)
         self.flag_tensor: torch.Tensor | None = None
         self.device_placement = request.device_placement
         self.step_scheduler_with_optimizer = request.step_scheduler_with_optimizer
@@ -267,7 +267,7 @@ class Accelerator(ProcessControl):
             raise wrong_value("whole_matrices", whole_matrices, reason, "Pass it with the optimizer")
         strategy.check(bundle)
         strategies.warn_of_held_loaders(strategy, bundle.of(kind.OTHER))
-        if strategies.splitting_layer(strategy.layers).splits_buffers:
+        if any(layer.splits_buffers for layer in strategy.layers):
             self._prepare_cp(*bundle.objects)
         with strategy.preparing(bundle):
             bundle.replace(kind.LOADER, self.prepare_data_loader)
@@ -285,7 +285,8 @@ class Accelerator(ProcessControl):
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """Prepares models for sharded sequences, in a method that clients replace to set `_cp_context`."""
-        self._cp_context = strategies.splitting_layer(self._runtime.strategy.layers).split_batch
+        splitting = (layer for layer in self._runtime.strategy.layers if layer.splits_buffers)
+        self._cp_context = next(splitting, strategies.Layer()).split_batch
         return args
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
@@ -1592,12 +1593,11 @@ class Accelerator(ProcessControl):
         return self
 
 
-def _context_before_prepare(axis: Any) -> Callable[..., AbstractContextManager[Any]]:
-    """Returns the context of an axis, or a function that raises an error if it splits buffers."""
-    if axis.splits_buffers:
+def _context_before_prepare(strategy: strategies.Strategy) -> Callable[..., AbstractContextManager[Any]]:
+    """Returns a context without effect, or a function that raises an error if a layer splits buffers."""
+    if any(layer.splits_buffers for layer in strategy.layers):
         return _refuse_to_split
-    context: Callable[..., AbstractContextManager[Any]] = axis.split_batch
-    return context
+    return strategies.Layer().split_batch
 
 
 def _refuse_to_split(**kwargs: Any) -> NoReturn:

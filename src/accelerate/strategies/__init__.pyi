@@ -26,7 +26,7 @@ from accelerate.strategies.fsdp import (
     ReplicatedTensorParallel as ReplicatedTensorParallel,
     TensorParallel as TensorParallel,
 )
-from accelerate.strategies.layer import Layer as Layer, splitting_layer as splitting_layer
+from accelerate.strategies.layer import Layer as Layer
 from accelerate.strategies.mistakes import (
     find_unrelated_optimizers as find_unrelated_optimizers,
     find_unstepped_models as find_unstepped_models,

@@ -8,7 +8,7 @@ calls. Everything about checkpoints is in `strategy.state`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -36,7 +36,7 @@ from accelerate.strategies.mistakes import find_held_loaders, find_unrelated_opt
 from accelerate.strategies.request import Context, RunRequest
 from accelerate.strategies.state import StrategyState
 from accelerate.weights import move_module
-from accelerate.wrappers import compiler_for, extract_model_from_parallel
+from accelerate.wrappers import extract_model_from_parallel
 
 logger = get_logger(__name__)
 
@@ -167,10 +167,11 @@ class Strategy:
 
         Inside, optimizers follow the parameters that are replaced.
         """
-        with (
-            self.session.following([*self.session.prepared.optimizers, *bundle.optimizers]),
-            entered(layer.preparing(bundle) for layer in self.layers),
-        ):
+        with ExitStack() as stack:
+            optimizers = [*self.session.prepared.optimizers, *bundle.optimizers]
+            stack.enter_context(self.session.following(optimizers))
+            for layer in self.layers:
+                stack.enter_context(layer.preparing(bundle))
             yield
 
     def adapt_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -244,7 +245,9 @@ class Strategy:
 
     def compile(self, model: nn.Module) -> nn.Module:
         """Returns a model compiled as the run requests, or the model itself."""
-        return compiler_for(self.context.request.dynamo)(model)
+        for layer in self.layers:
+            model = layer.compile(model)
+        return model
 
     def unwrap(self, model: nn.Module, *, keep_fp32: bool = True, keep_compiled: bool = True) -> nn.Module:
         """Returns the module of the user in a prepared model.

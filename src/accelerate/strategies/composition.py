@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from accelerate.base import wrong_value
+from accelerate.base import DynamoBackend, wrong_value
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallelism_config import MeshAxis
 from accelerate.strategies.base import Strategy
@@ -71,6 +71,10 @@ def _recomputes(strategy: Strategy) -> bool:
     return strategy.context.request.activations is not None
 
 
+def _is_compiled(strategy: Strategy, obj: Any, requested: bool | None) -> bool:
+    return isinstance(obj, nn.Module) and strategy.context.request.dynamo.backend != DynamoBackend.NO
+
+
 def _never(strategy: Strategy) -> bool:
     return False
 
@@ -90,6 +94,7 @@ LAYERS = (
     Row("pipeline.PipelineAxis", "keeps and runs the stages of this rank", _has(MeshAxis.PP)),
     Row("sharded_models.ShardedModels", "keeps the meshes of sharded models", _shards_some, _is_sharded),
     Row("recomputation.Recomputation", "computes activations again in backward", _recomputes),
+    Row("compilation.Compilation", "compiles models", _never, _is_compiled),
     Row("matrix_owners.WholeMatrices", "steps parameters as a whole", _never, _steps_matrices),
 )
 """Layers in their order."""

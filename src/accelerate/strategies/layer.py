@@ -101,6 +101,10 @@ class Layer:
     def model_sharded(self, model: nn.Module) -> None:
         """Follows a strategy that has sharded the parameters of a model."""
 
+    def compile(self, model: nn.Module) -> nn.Module:
+        """Returns a compiled model, or the model itself."""
+        return model
+
     def finish_model(self, model: nn.Module, wrapped: nn.Module) -> None:
         """Follows a strategy that has wrapped and compiled a model to train."""
 
@@ -225,11 +229,6 @@ def divided(layout: Layout, layers: Iterable[Layer]) -> Layout:
     for layer in layers:
         layout = layer.memory_layout(layout)
     return layout
-
-
-def splitting_layer(layers: Iterable[Layer]) -> Layer:
-    """Returns the layer that splits tensors of the training loop, or one that changes nothing."""
-    return next((layer for layer in layers if layer.splits_buffers), Layer())
 
 
 def entered(contexts: Iterable[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:

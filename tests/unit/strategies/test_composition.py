@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate.base import DynamoBackend
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.strategies import Layer, RunRequest, compose, splitting_layer
+from accelerate.strategies import Layer, RunRequest, compose
 from accelerate.strategies.axes import ContextAxis, ExpertAxis, TensorAxis, UlyssesAxis
+from accelerate.strategies.compilation import Compilation
 from accelerate.strategies.composition import LAYERS
 from accelerate.strategies.layer import entered
 from accelerate.strategies.sharded_models import ShardedModels
@@ -76,9 +78,19 @@ def test_a_sharded_model_brings_its_layer_once() -> None:
     assert [type(layer) for layer in strategy.layers] == [TensorAxis, ShardedModels]
 
 
+def test_a_backend_that_is_set_later_compiles_the_next_model() -> None:
+    strategy = composed()
+    strategy.admit(strategy, nn.Linear(1, 1))
+    assert strategy.layers == ()
+    strategy.context.request.dynamo.backend = DynamoBackend.EAGER
+    strategy.admit(strategy, nn.Linear(1, 1))
+    assert [type(layer) for layer in strategy.layers] == [Compilation]
+
+
 def test_a_layer_changes_nothing_by_default() -> None:
     layer, model = Layer(), nn.Linear(1, 1)
     assert layer.transform_model(model) is model
+    assert layer.compile(model) is model
     assert layer.keep_model(model, lambda model: model, to_device=True, evaluation=False) is None
     assert layer.transform_loader("loader", model) == "loader"
     assert layer.loader_mesh("mesh") == "mesh"
@@ -86,11 +98,6 @@ def test_a_layer_changes_nothing_by_default() -> None:
     assert layer.gradient_norm(lambda parameters, norm_type: torch.tensor(norm_type), [], 2.0) == 2.0
     with layer.split_batch(buffers=[torch.ones(3)], buffer_seq_dims=[0]), entered([]):
         pass
-
-
-def test_the_layer_that_splits_buffers_is_found() -> None:
-    assert isinstance(splitting_layer(composed({"cp_size": 2}).layers), ContextAxis)
-    assert not splitting_layer(composed({"tp_size": 2}).layers).splits_buffers
 
 
 def test_the_page_of_the_architecture_has_the_table_of_layers() -> None:

@@ -200,6 +200,7 @@ class DeepSpeed(Strategy):
         """
         if evaluation:
             return super().wrap_model(model, to_device=to_device, evaluation=True)
+        self.admit(self, model)
         plugin = self.plugin
         if self.call.optimizer is None and not plugin.hf_ds_config.is_zero3():
             device = self.context.device if to_device else None
