@@ -665,6 +665,17 @@ def prepare_wrong_models() -> None:
     assert handler.is_experts is are_experts
 
 
+def prepare_model_alone() -> int:
+    accelerator = make_accelerator({"ep_size": 2})
+    model: Any = accelerator.prepare_model(Net())
+    return sum(parameter.to_local().shape[0] for parameter in model.layers[0].experts.parameters())
+
+
+def test_experts_of_a_model_that_is_prepared_alone_are_sharded(run: Run) -> None:
+    own, other = run(prepare_model_alone)
+    assert own == other == sum(p.shape[0] for p in Net().layers[0].experts.parameters()) // 2
+
+
 def build_with_useless_options() -> str:
     accelerator = make_accelerator({"ep_size": 2}, kwargs_handlers=[DistributedDataParallelKwargs()])
     messages: list[str] = []

@@ -58,9 +58,9 @@ def _compares_pipelines(strategy: Strategy) -> bool:
 
 
 def _shards_some(strategy: Strategy) -> bool:
-    """Returns whether a run shards parameters, of which some may stay whole."""
+    """Returns whether the strategy or a layer shards parameters, of which some may stay whole."""
     is_sharding = strategy.shards_models and not strategy.flattens_parameters
-    return is_sharding or _has(MeshAxis.PP)(strategy)
+    return is_sharding or _has(MeshAxis.PP)(strategy) or _has(MeshAxis.EP)(strategy)
 
 
 def _is_sharded(strategy: Strategy, obj: Any, requested: bool | None) -> bool:

@@ -54,9 +54,9 @@ def composed(*args: Any, **options: Any) -> Any:
         ({"dp_replicate_size": 2}, []),
         ({"tp_size": 2}, [TensorAxis]),
         ({"cp_size": 2}, [ContextAxis]),
-        ({"ep_size": 2}, [ExpertAxis]),
+        ({"ep_size": 2}, [ExpertAxis, ShardedModels]),
         ({"tp_size": 2, "cp_size": 2}, [ContextAxis, TensorAxis]),
-        ({"tp_size": 2, "ep_size": 2}, [ExpertAxis, TensorAxis]),
+        ({"tp_size": 2, "ep_size": 2}, [ExpertAxis, TensorAxis, ShardedModels]),
         ({"sp_size": 2}, [UlyssesAxis]),
     ],
 )

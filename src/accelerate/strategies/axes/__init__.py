@@ -1,4 +1,4 @@
-"""Axes of the device mesh along which ranks work on the same batch."""
+"""Layers of the dimensions of the device mesh."""
 
 from accelerate.base import attach
 
