@@ -448,7 +448,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"device_map does not fit this {type(model).__name__}: {problems}.")
 
 
-def device_key(device: Any) -> str:
+def device_key(device: DeviceName) -> str:
     """Returns the same string for equal devices, such as "0" for 0 and `torch.device("cuda", 0)`."""
     kind, _, index = str(device).partition(":")
     return kind if kind in (*LAST, "meta") or kind.isdigit() else index or "0"

@@ -180,7 +180,7 @@ def remove_old_hooks(model: nn.Module) -> None:
             remove_hook_from_module(module)
 
 
-def move_whole(model: nn.Module, target: Any) -> None:
+def move_whole(model: nn.Module, target: Device) -> None:
     tensors = all_tensors(model)
     device = resolve_device(target)
     if device.type != "meta":

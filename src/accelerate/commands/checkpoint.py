@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
 
 from accelerate.base import CheckpointError, convert_bytes, progress_bar, wrong_value
-from accelerate.commands.utils import CustomArgumentParser, entry_point, make_parser
+from accelerate.commands.utils import CustomArgumentParser, Subparsers, entry_point, make_parser
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -101,7 +101,7 @@ def _join_lines(name: str, text: str) -> str:
     return line if len(line) <= get_terminal_size().columns else f"{name}\n    {text}"
 
 
-def _format_difference(first: Any, second: Any) -> str:
+def _format_difference(first: object, second: object) -> str:
     """Returns the difference of two values as text, which is empty if they are equal."""
     import torch
 
@@ -118,7 +118,7 @@ def _format_difference(first: Any, second: Any) -> str:
     return f"{int((distance != 0).sum())} of {first.numel()} elements, by {distance.max().item():.3g} at most"
 
 
-def _shorten(value: Any) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
@@ -183,7 +183,7 @@ def _read_file(path: Path) -> Any:
     return OpaqueFile(*measure(path))
 
 
-def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flatten(path: str, value: object) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         entries: Iterable[tuple[Any, Any]] = value.items()
     elif isinstance(value, (list, tuple)) and len(value) <= 64:
@@ -322,7 +322,7 @@ def printable(name: str) -> str:
     return name if name.isprintable() else repr(name)
 
 
-def checkpoint_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+def checkpoint_command_parser(subparsers: Subparsers | None = None) -> CustomArgumentParser:
     """Returns the parser of ``accelerate checkpoint``, added to `subparsers` if given."""
     parser = make_parser("checkpoint", description, None, subparsers)
     actions = parser.add_subparsers(title="actions", metavar="<action>", required=True, dest="action")

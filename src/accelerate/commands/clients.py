@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from textwrap import fill
-from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
@@ -24,7 +23,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from accelerate.base import ConfigurationError, replace_files
-from accelerate.commands.utils import CustomArgumentParser, entry_point, make_parser
+from accelerate.commands.utils import CustomArgumentParser, Subparsers, entry_point, make_parser
 
 DESCRIPTION = (
     "List the installed libraries that use `accelerate`, whether they accept this package, and where results "
@@ -187,7 +186,7 @@ def _rewrite(package: metadata.Distribution, text: str) -> None:
         ) from None
 
 
-def clients_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+def clients_command_parser(subparsers: Subparsers | None = None) -> CustomArgumentParser:
     """Returns the parser of ``accelerate clients``, added to `subparsers` if given."""
     parser = make_parser("clients", DESCRIPTION, clients_command, subparsers)
     parser.add_argument(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import Any
 
 from accelerate.base import require
-from accelerate.commands.utils import CustomArgumentParser, entry_point, make_parser
+from accelerate.commands.utils import CustomArgumentParser, Subparsers, entry_point, make_parser
 from accelerate.settings import subcommands
 
 SHELLS = {
@@ -59,7 +58,7 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
         yield from _actions(child)
 
 
-def completion_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+def completion_command_parser(subparsers: Subparsers | None = None) -> CustomArgumentParser:
     """Returns the parser of ``accelerate completion``, added to `subparsers` if given."""
     parser = make_parser("completion", DESCRIPTION, completion_command, subparsers)
     parser.add_argument("shell", choices=tuple(SHELLS), help="Your shell.")

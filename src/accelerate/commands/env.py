@@ -13,7 +13,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate.base import attach, environ, installed_version
-from accelerate.commands.utils import DEVICE_PROBES, CustomArgumentParser, entry_point, make_parser
+from accelerate.commands.utils import (
+    DEVICE_PROBES,
+    CustomArgumentParser,
+    Subparsers,
+    entry_point,
+    make_parser,
+)
 from accelerate.settings import (
     SECTIONS,
     default_config_file as default_config_file,
@@ -149,7 +155,7 @@ def _format(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def env_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+def env_command_parser(subparsers: Subparsers | None = None) -> CustomArgumentParser:
     """Returns the parser of ``accelerate env``, added to `subparsers` if given."""
     parser = make_parser("env", DESCRIPTION, env_command, subparsers)
     parser.add_argument("--config_file", help="The configuration file to show.")

@@ -37,7 +37,7 @@ from accelerate.commands.model_tensors import (
     read_tensors,
     verify_on_hub as verify_on_hub,
 )
-from accelerate.commands.utils import entry_point, make_parser
+from accelerate.commands.utils import Subparsers, entry_point, make_parser
 from accelerate.planning import SHARDINGS
 from accelerate.settings import CustomArgumentParser as CustomArgumentParser
 
@@ -256,7 +256,7 @@ def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) ->
     return "\n".join(line.rstrip() for line in target.getvalue().rstrip().splitlines())
 
 
-def estimate_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+def estimate_command_parser(subparsers: Subparsers | None = None) -> CustomArgumentParser:
     """Returns the parser of ``accelerate estimate-memory``, added to `subparsers` if given."""
     parser = make_parser("estimate-memory", DESCRIPTION, estimate_command, subparsers)
     add = parser.add_argument

@@ -42,7 +42,7 @@ class TrainedModel:
     loss: Loss
 
 
-def add_flags(parser: Any) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of a training step to the parser of `estimate-memory`."""
     group = parser.add_argument_group(
         "Training step", "With --batch_size a training step is traced, activations included."

@@ -12,7 +12,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from accelerate.base import ConfigurationError, attach, end_with_parent, environ, shown
 from accelerate.commands.kubernetes import MANIFESTS, as_manifest
-from accelerate.commands.utils import DEVICE_PROBES, entry_point, make_parser
+from accelerate.commands.utils import DEVICE_PROBES, Subparsers, entry_point, make_parser
 from accelerate.launch import (
     CONSOLE_EVENTS,
     RECORDED,
@@ -114,7 +114,7 @@ ENDED_BY_USER = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM,
 class LaunchParser(CustomArgumentParser):
     """Parser that records the flags that were given."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """Parses arguments as argparse does, and sets the attribute ``given`` of the namespace."""
         words: Sequence[str] = sys.argv[1:] if args is None else list(args)
         self._words = words
@@ -321,7 +321,7 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
     return args, loaded, path is not None and settings.source("mixed_precision").endswith(str(path))
 
 
-def launch_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+def launch_command_parser(subparsers: Subparsers | None = None) -> CustomArgumentParser:
     """Returns the parser of ``accelerate launch``, added to `subparsers` if given."""
     parser = make_parser(
         "launch",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from accelerate.base import attach
-from accelerate.commands.utils import entry_point, make_parser
+from accelerate.commands.utils import Subparsers, entry_point, make_parser
 from accelerate.settings import CustomArgumentParser as CustomArgumentParser
 
 __getattr__, __dir__, _ = attach(__name__, {"accelerate.strategies.fsdp": ("merge_fsdp_weights",)})
@@ -34,7 +33,7 @@ def merge_command(args: argparse.Namespace) -> None:
     print(f"The weights were written to {args.output_path}.")
 
 
-def merge_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+def merge_command_parser(subparsers: Subparsers | None = None) -> CustomArgumentParser:
     """Returns the parser of ``accelerate merge-weights``, added to `subparsers` if given."""
     parser = make_parser("merge-weights", description, merge_command, subparsers)
     add = parser.add_argument

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from accelerate.base import (
@@ -137,7 +138,7 @@ def _of_hub(model: str, library: str | None, trust_remote_code: bool) -> ModelTe
     return _of_empty_model(model, library or info.library_name or "", trust_remote_code)
 
 
-def _headers_on_hub(hub: Any, model: str) -> tuple[Weight, ...]:
+def _headers_on_hub(hub: ModuleType, model: str) -> tuple[Weight, ...]:
     try:
         files = hub.get_safetensors_metadata(model).files_metadata
     except hub.utils.NotASafetensorsRepoError:

@@ -10,10 +10,9 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from accelerate.base import require
-from accelerate.commands.utils import CustomArgumentParser, entry_point, make_parser
+from accelerate.commands.utils import CustomArgumentParser, Subparsers, entry_point, make_parser
 
 DESCRIPTION = (
     "Show a run from its records: throughput, the time of steps by phase, memory, the slowest rank and "
@@ -59,7 +58,7 @@ def monitor_command(args: argparse.Namespace) -> None:
         live.refresh()
 
 
-def monitor_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+def monitor_command_parser(subparsers: Subparsers | None = None) -> CustomArgumentParser:
     """Returns the parser of ``accelerate monitor``, added to `subparsers` if given."""
     parser = make_parser("monitor", DESCRIPTION, monitor_command, subparsers)
     parser.add_argument(

@@ -6,11 +6,11 @@ import argparse
 import json
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accelerate.base import ConfigurationError, convert_bytes, replace_files, wrong_value
 from accelerate.commands.checkpoint import format_time, summarize_checkpoints
-from accelerate.commands.utils import CustomArgumentParser, entry_point, make_parser
+from accelerate.commands.utils import CustomArgumentParser, Subparsers, entry_point, make_parser
 
 if TYPE_CHECKING:
     from accelerate.report import Run
@@ -100,7 +100,7 @@ def _checkpoint_rows(run: Run) -> list[tuple[str, ...]]:
     ]
 
 
-def report_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+def report_command_parser(subparsers: Subparsers | None = None) -> CustomArgumentParser:
     """Returns the parser of ``accelerate report``, added to `subparsers` if given."""
     parser = make_parser("report", DESCRIPTION, report_command, subparsers)
     parser.add_argument(

@@ -68,7 +68,7 @@ def run_command(
 def execute_subprocess_async(
     cmd: Sequence[str],
     env: Mapping[str, str] | None = None,
-    stdin: Any = None,
+    stdin: int | IO[Any] | None = None,
     timeout: float | None = 180,
     quiet: bool = False,
     echo: bool = True,

@@ -22,7 +22,7 @@ from accelerate.commands.running import (
     execute_subprocess_async as execute_subprocess_async,
     path_in_accelerate_package as path_in_accelerate_package,
 )
-from accelerate.commands.utils import CustomArgumentParser, entry_point, make_parser
+from accelerate.commands.utils import CustomArgumentParser, Subparsers, entry_point, make_parser
 from accelerate.launch import LAUNCH_COMMAND, run_child
 
 DESCRIPTION = "Check that state, random numbers, data loading, training and gathering work on this machine."
@@ -160,7 +160,7 @@ def _print_table(record: Record, results: list[ResumeResult]) -> None:
     Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)
 
 
-def test_command_parser(subparsers: Any = None) -> CustomArgumentParser:  # noqa: PT028
+def test_command_parser(subparsers: Subparsers | None = None) -> CustomArgumentParser:  # noqa: PT028
     """Returns the parser of ``accelerate test``, added to `subparsers` if given."""
     parser = make_parser("test", DESCRIPTION, test_command, subparsers)
     parser.add_argument("--config_file", help="Configuration file to launch with.")

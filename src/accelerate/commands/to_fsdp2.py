@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from accelerate.base import ConfigurationError, expanded, wrong_value
-from accelerate.commands.utils import entry_point, make_parser
+from accelerate.commands.utils import Subparsers, entry_point, make_parser
 from accelerate.settings import (
     ARGUMENT_KEY_MAPPING as ARGUMENT_KEY_MAPPING,
     ARGUMENT_VALUE_MAPPING as ARGUMENT_VALUE_MAPPING,
@@ -61,7 +61,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     print(f"The configuration for FSDP 2 was written to {target}.")
 
 
-def to_fsdp2_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+def to_fsdp2_command_parser(subparsers: Subparsers | None = None) -> CustomArgumentParser:
     """Returns the parser of ``accelerate to-fsdp2``, added to `subparsers` if given."""
     parser = make_parser("to-fsdp2", DESCRIPTION, to_fsdp2_command, subparsers)
     add = parser.add_argument

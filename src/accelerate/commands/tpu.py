@@ -7,10 +7,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from typing import Any
 
 from accelerate.base import ConfigurationError, LaunchError
-from accelerate.commands.utils import CustomArgumentParser, entry_point, make_parser
+from accelerate.commands.utils import CustomArgumentParser, Subparsers, entry_point, make_parser
 from accelerate.launch import read_file
 from accelerate.settings import (
     ClusterConfig,
@@ -82,7 +81,7 @@ def _commands(args: argparse.Namespace, config: ClusterConfig | None) -> list[st
     return commands
 
 
-def tpu_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+def tpu_command_parser(subparsers: Subparsers | None = None) -> CustomArgumentParser:
     """Returns the parser of ``accelerate tpu-config``, added to `subparsers` if given."""
     parser = make_parser("tpu-config", DESCRIPTION, tpu_command_launcher, subparsers)
     config = parser.add_argument_group("Config Arguments", "Values that a configuration file can hold too.")

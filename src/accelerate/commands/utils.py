@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from accelerate.base import AccelerateError, ConfigurationError
 from accelerate.settings import (
@@ -15,6 +15,8 @@ from accelerate.settings import (
     CustomArgumentParser as CustomArgumentParser,
     OneSpellingFormatter,
 )
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[Any]"
 
 _DEVICES = ("hpu", "mlu", "mps", "musa", "neuron", "npu", "sdaa", "xpu")
 DEVICE_PROBES = tuple(f"is_{device}_available" for device in _DEVICES)
@@ -25,7 +27,7 @@ def make_parser(
     name: str,
     description: str,
     command: Callable[[argparse.Namespace], object] | None,
-    subparsers: Any = None,
+    subparsers: Subparsers | None = None,
     parser_class: type[CustomArgumentParser] = CustomArgumentParser,
     **kwargs: Any,
 ) -> CustomArgumentParser:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from accelerate.commands.launch import (
     launch_command_parser,
     read_settings,
 )
-from accelerate.commands.utils import entry_point, make_parser
+from accelerate.commands.utils import Subparsers, entry_point, make_parser
 from accelerate.launch import LAUNCH_COMMAND, Target, choose_cpu_or_devices
 from accelerate.monitoring import RECORDS_VARIABLE
 from accelerate.settings import CustomArgumentParser, CustomHelpFormatter, Settings
@@ -240,7 +240,7 @@ def _environment(is_reference: bool) -> dict[str, str]:
     return {name: value for name, value in present.items() if name in KEPT or not name.startswith(SCRUBBED)}
 
 
-def _reference_flags(settings: Any, flags: Sequence[str], folder: Path) -> list[str]:
+def _reference_flags(settings: Settings, flags: Sequence[str], folder: Path) -> list[str]:
     """Returns the flags of the reference on one process."""
     values: Mapping[str, Any] = {row.name: value for row, value, _ in settings}
     config = folder / "reference.yaml"
@@ -258,14 +258,14 @@ def _reference_flags(settings: Any, flags: Sequence[str], folder: Path) -> list[
 class VerifyParser(LaunchParser):
     """Parser that keeps its arguments, of which most are passed on to `accelerate launch`."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """Parses arguments as argparse does, and sets the attribute ``words`` of the namespace."""
         parsed, rest = super().parse_known_args(args, namespace)
         parsed.words = list(self._words)
         return parsed, rest
 
 
-def verify_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+def verify_command_parser(subparsers: Subparsers | None = None) -> CustomArgumentParser:
     """Returns the parser of ``accelerate verify``, added to `subparsers` if given."""
     parser = make_parser(
         "verify",

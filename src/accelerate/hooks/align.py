@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -59,7 +60,7 @@ class Transfer:
 class StreamTransfer(Transfer):
     """Prefetch of offloaded weights to an accelerator, from pinned memory over a separate stream."""
 
-    def __init__(self, device: torch.device, module: Any) -> None:
+    def __init__(self, device: torch.device, module: ModuleType) -> None:
         self.device = device
         self.module = module
         self.stream = module.Stream(device=device)
@@ -295,7 +296,7 @@ class Slot:
 
 
 def find_slots(
-    module: nn.Module, source: Any, with_buffers: bool, with_inner: bool
+    module: nn.Module, source: AlignDevicesHook, with_buffers: bool, with_inner: bool
 ) -> tuple[list[Slot], dict[str, Tensor]]:
     """Returns a slot for each offloaded tensor of a module, and the other tensors by name."""
     slots: dict[int, Slot] = {}
@@ -442,7 +443,7 @@ class AlignDevicesHook(ModelHook):
         return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
 
     @not_traced
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: object) -> Any:
         if self.is_loaded:
             for slot in self.slots:
                 slot.clear()

@@ -63,7 +63,7 @@ class ModelHook:
         """
         return args, kwargs
 
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: object) -> Any:
         """Runs after a forward.
 
         Args:
@@ -104,7 +104,7 @@ class SequentialHook(ModelHook):
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: object) -> Any:
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
@@ -233,7 +233,7 @@ class LayerwiseCastingHook(ModelHook):
         return args, kwargs
 
     @not_traced
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: object) -> Any:
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         return output
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from accelerate.base import ConfigurationError, environ
 from accelerate.launch.elastic_sizes import Sizes
@@ -16,6 +16,9 @@ from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE
 from accelerate.launch.machine import DEFAULT_PORT, LOOPBACK_ADDRESS, new_run_id, run_id_of
 from accelerate.settings import ENVIRONMENT, FLAG, Settings, flags
 from accelerate.settings.sections import RendezvousSection
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 Detail = TypeVar("Detail")
 Kind: TypeAlias = Literal["script", "module", "program"]
@@ -177,12 +180,12 @@ def arrived_key(life: int, barrier: str, replica: int) -> str:
     return f"{life}/arrived/{barrier}/{replica}"
 
 
-def has_steps(store: Any, replicas: int) -> bool:
+def has_steps(store: Store, replicas: int) -> bool:
     """Returns whether a replica group that has not been started again since has committed a step."""
     return any(store.check([committed_key(replica)]) for replica in range(replicas))
 
 
-def read_life(store: Any) -> int:
+def read_life(store: Store) -> int:
     """Returns the number of times that all replica groups have lost their state."""
     return int(store.get(LIFE)) if store.check([LIFE]) else 0
 

@@ -362,7 +362,7 @@ def _mesh(plan: LaunchPlan, settings: Settings) -> list[str]:
     return [describe_mesh(active), *lines, *rest]
 
 
-def _shown(row: Option, value: Any) -> Any:
+def _shown(row: Option, value: object) -> Any:
     return HIDDEN if row.secret and value is not None else value
 
 

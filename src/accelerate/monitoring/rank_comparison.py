@@ -33,7 +33,7 @@ SUMMARY_TIMEOUT = 60.0
 class Channel(Protocol):
     """Access to the store."""
 
-    def post(self, name: str, value: Any) -> None:
+    def post(self, name: str, value: object) -> None:
         """Writes a value."""
 
     def read(self, name: str) -> Any:

@@ -348,7 +348,7 @@ def decode(line: bytes) -> Record | None:
 
 
 @functools.cache
-def _fields(kind: Any) -> list[tuple[str, tuple[type, ...], bool]]:
+def _fields(kind: type[Record]) -> list[tuple[str, tuple[type, ...], bool]]:
     """Returns the name of each field, the outer types of its values, and whether it has no default."""
     hints = get_type_hints(kind)
     return [
@@ -357,7 +357,7 @@ def _fields(kind: Any) -> list[tuple[str, tuple[type, ...], bool]]:
     ]
 
 
-def _types(hint: Any) -> tuple[type, ...]:
+def _types(hint: object) -> tuple[type, ...]:
     """Returns the outer types of a hint, which include integers for floats."""
     if hint is float:
         return (int, float)

@@ -19,10 +19,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from accelerate.monitoring.device_clock import DeviceClock, TimedEvents
 from accelerate.monitoring.records import PHASES
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DATA, MOVING, FORWARD, BACKWARD, COLLECTIVES, OPTIMIZER, SAVING, REST = range(len(PHASES))
 _BEFORE = len(PHASES)
@@ -194,7 +197,7 @@ class StepClock:
         self.number = 0
         """Number of the last step over all starts of the run."""
         self.windows: deque[ClosedWindow] = deque(maxlen=NUM_KEPT_WINDOWS)
-        self.kept: dict[str, Any] = {}
+        self.kept: dict[str, Tensor] = {}
         self.recovery: dict[str, float] = {}
         self._device: DeviceClock | None = None
         self._seconds = [0.0] * (_BEFORE + 1)  # by phase in the open window
@@ -386,7 +389,7 @@ class StepClock:
         """Adds seconds to a part of the current window, as in `Window.recovery`."""
         self.recovery[part] = self.recovery.get(part, 0.0) + seconds
 
-    def keep(self, name: str, value: Any) -> None:
+    def keep(self, name: str, value: Tensor | None) -> None:
         """Keeps a value of this step for the window that ends, unless it is None."""
         if value is not None and get_ident() == self.owner:
             self.kept[name] = value

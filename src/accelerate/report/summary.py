@@ -86,7 +86,7 @@ def _point(point: Point | None) -> dict[str, Any] | None:
     return None if point is None else point._asdict()
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     if isinstance(value, dict):
         return {str(name): _finite(inner) for name, inner in value.items()}
     if isinstance(value, list):

@@ -311,7 +311,7 @@ def _typed(values: dict[str, Any]) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in typed.items()}
 
 
-def _member(kind: type[Enum], name: str, value: Any) -> Any:
+def _member(kind: type[Enum], name: str, value: object) -> Any:
     word = "NO" if value is False else value
     word = "XLA" if word == "TPU" else word
     try:
@@ -321,7 +321,7 @@ def _member(kind: type[Enum], name: str, value: Any) -> Any:
         raise wrong_value(name, value, "there is no such value", fix) from None
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, dict):
         return {key: _plain(entry) for key, entry in value.items()}
     return value.value if isinstance(value, Enum) else value

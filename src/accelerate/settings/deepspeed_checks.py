@@ -71,7 +71,7 @@ def refuse_config(problems: list[str], fix: str) -> None:
         raise ConfigurationError(f"The DeepSpeed settings do not go together:{lines}\n{fix}.")
 
 
-def read_config(source: Any, name: str = "hf_ds_config") -> dict[str, Any]:
+def read_config(source: object, name: str = "hf_ds_config") -> dict[str, Any]:
     """Returns the configuration `name` from a dictionary, a JSON file, or JSON in base64."""
     if isinstance(source, dict):
         return deepcopy(source)
@@ -108,7 +108,7 @@ def straighten(config: dict[str, Any]) -> None:
             node[key] = AUTO if node[key] is None else _as_number(node[key], number)
 
 
-def _as_number(value: Any, number: Callable[[str], int | float]) -> Any:
+def _as_number(value: object, number: Callable[[str], int | float]) -> Any:
     if isinstance(value, float) and value.is_integer() and number is int:
         return int(value)
     if not isinstance(value, str):
@@ -119,7 +119,7 @@ def _as_number(value: Any, number: Callable[[str], int | float]) -> Any:
         return value
 
 
-def find_node(config: Any, name: str) -> tuple[dict[str, Any] | None, str]:
+def find_node(config: object, name: str) -> tuple[dict[str, Any] | None, str]:
     """Returns the dictionary of a value, or None, and the last part of the name of the value."""
     *nodes, key = name.split(".")
     for node in nodes:
@@ -127,7 +127,7 @@ def find_node(config: Any, name: str) -> tuple[dict[str, Any] | None, str]:
     return (config if isinstance(config, dict) else None), key
 
 
-def look_up(config: Any, name: str, otherwise: Any = None) -> Any:
+def look_up(config: object, name: str, otherwise: object = None) -> Any:
     """Returns a value of a configuration by its dotted name, or `otherwise` if it is missing."""
     node, key = find_node(config, name)
     return otherwise if node is None else node.get(key, otherwise)

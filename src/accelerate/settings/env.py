@@ -29,14 +29,11 @@ def encode(settings: Settings, sections: Iterable[type[Section]] | None = None) 
         if not section.active(settings.values):
             continue
         for row in section.options():
-            variables.update(_encode_option(row, settings.values[row.name]))
+            value = settings.values[row.name]
+            parts = value if len(row.variables) > 1 else (value,) * len(row.variables)
+            encoded = ((name, row.spell(part)) for name, part in zip(row.variables, parts, strict=True))
+            variables.update((name, text) for name, text in encoded if text is not None)
     return variables
-
-
-def _encode_option(row: Option, value: Any) -> dict[str, str]:
-    parts = value if len(row.variables) > 1 else (value,) * len(row.variables)
-    encoded = {name: row.spell(part) for name, part in zip(row.variables, parts, strict=True)}
-    return {name: text for name, text in encoded.items() if text is not None}
 
 
 def layer(environ: Mapping[str, str]) -> Layer:

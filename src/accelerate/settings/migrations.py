@@ -136,7 +136,7 @@ def convert_config_to_fsdp2(config: Mapping) -> Mapping:
     return {**config, "fsdp_config": {**new, "fsdp_version": 2}}
 
 
-def _value_of_fsdp2(key: str, value: Any) -> Any:
+def _value_of_fsdp2(key: str, value: object) -> Any:
     values = ARGUMENT_VALUE_MAPPING.get(key)
     if values is None or isinstance(value, bool) or str(value).lower() in ("true", "false"):
         return value

@@ -25,7 +25,7 @@ Spelling = Callable[[Any], str | None]
 def _spelling(case: Callable[[str], str] = str, writes_empty: bool = True) -> Spelling:
     """Returns a function that encodes text in a case, and encodes ``None`` as no text."""
 
-    def spell(value: Any) -> str | None:
+    def spell(value: object) -> str | None:
         is_written = value is not None and (writes_empty or value != "")
         return case(str(value)) if is_written else None
 
@@ -39,12 +39,12 @@ unless_empty = _spelling(writes_empty=False)
 unless_empty_lower = _spelling(str.lower, writes_empty=False)
 
 
-def lower_bool(value: Any) -> str | None:
+def lower_bool(value: object) -> str | None:
     """Encodes a bool as ``true`` or ``false``, and other values as ``str``."""
     return lower(value) if isinstance(value, bool) else as_text(value)
 
 
-def as_bit(value: Any) -> str | None:
+def as_bit(value: object) -> str | None:
     """Encodes a bool as ``1`` or ``0``."""
     return None if value is None else str(int(bool(value)))
 
@@ -108,7 +108,7 @@ class Option:
             raise ValueError(value)
         return tuple(_read_bool(part) for part in result)
 
-    def _choose(self, result: Any, value: object, where: str) -> Any:
+    def _choose(self, result: object, value: object, where: str) -> Any:
         for choice in self.choices:
             if str(result).lower() == choice.lower():
                 return choice if self.kind is str else result
@@ -179,7 +179,7 @@ EMPTY_ANSWERS: dict[type, str] = {str: " (empty for none)", tuple: " (separated 
 """Kind of an option that may be left out -> the end of its question."""
 
 
-def option(default: Any, help: str, **attributes: Any) -> Any:
+def option(default: object, help: str, **attributes: Any) -> Any:
     """Declares one option as a field of a `Section`.
 
     What is not given follows from the field: the flag is ``--<name>`` (the parser adds the dash form), the

@@ -7,9 +7,12 @@ import difflib
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from accelerate.base import environ, itemized, shortened, shown
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 LONGEST_LINE = 1000
 """Characters of one line of an error."""
@@ -81,12 +84,12 @@ class CustomArgumentParser(_BothSpellings, argparse.ArgumentParser):
         self._action_groups.append(group)
         return group
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """Parses as argparse does, and stores the arguments to name the command in errors."""
         self._words = sys.argv[1:] if args is None else list(args)
         return super().parse_args(self._words, namespace)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """Parses as argparse does, and reports all invalid values in one message."""
         self._wrong: list[str] = []
         parsed = super().parse_known_args(args, namespace)
@@ -109,17 +112,17 @@ class CustomArgumentParser(_BothSpellings, argparse.ArgumentParser):
             self._wrong.append(str(error).replace(repr(arg_string), shown(arg_string)))
             return _WRONG
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         try:
             if value is not _WRONG:
                 super()._check_value(action, value)
         except argparse.ArgumentError as error:
             if isinstance(action, argparse._SubParsersAction):
-                self.error(unknown_command(value, action.choices))
+                self.error(unknown_command(str(value), action.choices))
             problem = str(error).replace(repr(str(value)), shown(str(value)))  # argparse shows it whole
             self._wrong.append(wrong_choice(problem, value, action.choices or ()))
 
-    def print_help(self, file: Any = None) -> None:
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         """Prints the help, in color on a terminal."""
         stream = file or sys.stdout
         text = self.format_help()
@@ -187,7 +190,7 @@ class CustomHelpFormatter(OneSpellingFormatter):
         super().add_usage(f"{prog} [options] script [arguments of the script]", (), (), *args[3:], **kwargs)
 
 
-def wants_color(stream: Any, environ: Mapping[str, str]) -> bool:
+def wants_color(stream: object, environ: Mapping[str, str]) -> bool:
     """Returns whether text on a stream may be colored, which `NO_COLOR` and `TERM=dumb` disable."""
     if environ.get("NO_COLOR") or environ.get("TERM") == "dumb":
         return False

@@ -60,7 +60,7 @@ def parse_yaml(text: str) -> Any:
     return content
 
 
-def check_values(content: Any) -> None:
+def check_values(content: object) -> None:
     """Raises an error for keys that are not text, and for values that are nested too deeply."""
     level = [("", content)]
     for _ in range(DEEPEST + 1):
@@ -70,7 +70,7 @@ def check_values(content: Any) -> None:
     raise _too_deep()
 
 
-def _values_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _values_in(name: str, value: object) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -98,7 +98,7 @@ def _loader() -> type[yaml.SafeLoader]:
             self._depth = self._count = 0
             self._counts: dict[int, int] = {}
 
-        def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
             mark: Any = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             before = self._count
             is_alias = self.check_event(yaml.AliasEvent)
@@ -116,7 +116,7 @@ def _loader() -> type[yaml.SafeLoader]:
                 self._check_limits(mark)
             return node
 
-        def _check_limits(self, mark: Any) -> None:
+        def _check_limits(self, mark: yaml.Mark) -> None:
             if self._depth > DEEPEST:
                 raise ConstructorError(None, None, str(_too_deep()), mark)
             if self._count > MOST_VALUES:

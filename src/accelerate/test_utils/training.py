@@ -66,7 +66,7 @@ class RegressionModel(nn.Module):
         return x * self.a + self.b
 
 
-def mocked_dataloaders(accelerator: Any, batch_size: int = 16) -> tuple[Any, Any]:
+def mocked_dataloaders(accelerator: object, batch_size: int = 16) -> tuple[Any, Any]:
     """Returns a loader for training and one for evaluation, with the same samples in each call.
 
     Batches have `input_ids` and `attention_mask` of shape (batch, 16) and `labels` of shape (batch,), all
@@ -79,7 +79,9 @@ def mocked_dataloaders(accelerator: Any, batch_size: int = 16) -> tuple[Any, Any
     return _loaders(batch_size, labels_are_inputs=False)
 
 
-def mocked_dataloaders_for_autoregressive_models(accelerator: Any, batch_size: int = 16) -> tuple[Any, Any]:
+def mocked_dataloaders_for_autoregressive_models(
+    accelerator: object, batch_size: int = 16
+) -> tuple[Any, Any]:
     """Returns loaders like `mocked_dataloaders`, with the input IDs as labels.
 
     Args:

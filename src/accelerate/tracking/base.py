@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -149,7 +150,7 @@ class LibraryTracker(GeneralTracker):
         require(self.package, type(self).__name__)
         return import_module(self.package)
 
-    def _open(self, library: Any) -> Any:
+    def _open(self, library: ModuleType) -> Any:
         """Returns the run object of the imported library."""
         raise NotImplementedError
 
@@ -189,7 +190,13 @@ class TableTracker(LibraryTracker):
         self._log_table(table_name, columns, data, dataframe, step, kwargs)
 
     def _log_table(
-        self, name: str, columns: Any, data: Any, dataframe: Any, step: int | None, kwargs: dict[str, Any]
+        self,
+        name: str,
+        columns: list[str] | None,
+        data: list[list[Any]] | None,
+        dataframe: Any,
+        step: int | None,
+        kwargs: dict[str, Any],
     ) -> None:
         raise NotImplementedError
 
@@ -206,7 +213,7 @@ class Silence:
         return self
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Converts tensors, arrays and numpy numbers of one element to Python numbers, also in dictionaries."""
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}

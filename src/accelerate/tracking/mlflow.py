@@ -6,6 +6,7 @@ import json
 from contextlib import suppress
 from importlib import import_module
 from itertools import islice
+from types import ModuleType
 from typing import Any
 
 from accelerate.base import environ, str_to_bool, wrong_value
@@ -60,7 +61,7 @@ class MLflowTracker(LibraryTracker):
         self.nested_run = bool(str_to_bool(variables.get("MLFLOW_NESTED_RUN", str(bool(nested_run)))))
         self.description = description
 
-    def _open(self, library: Any) -> Any:
+    def _open(self, library: ModuleType) -> Any:
         return library.start_run(
             run_id=self.run_id,
             experiment_id=self._find_experiment(),

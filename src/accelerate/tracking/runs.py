@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from accelerate.base import PACKAGES, environ, is_tensorboard_available, require, wrong_value
@@ -25,7 +26,7 @@ class RunTracker(LibraryTracker):
     run: Any
     main_process_only = False
 
-    def _open(self, library: Any) -> Any:
+    def _open(self, library: ModuleType) -> Any:
         return library.init(**{"project": self.run_name, **self.init_kwargs})
 
     @on_main_process
@@ -69,7 +70,13 @@ class WandBTracker(_ImageTracker, TableTracker):
     name = package = "wandb"
 
     def _log_table(
-        self, name: str, columns: Any, data: Any, dataframe: Any, step: int | None, kwargs: dict[str, Any]
+        self,
+        name: str,
+        columns: list[str] | None,
+        data: list[list[Any]] | None,
+        dataframe: Any,
+        step: int | None,
+        kwargs: dict[str, Any],
     ) -> None:
         table = import_module("wandb").Table(columns=columns, data=data, dataframe=dataframe)
         self.run.log({name: table}, step=step, **kwargs)
@@ -113,7 +120,7 @@ class CometMLTracker(LibraryTracker):
     ends_by = "end"
     writer: Any
 
-    def _open(self, library: Any) -> Any:
+    def _open(self, library: ModuleType) -> Any:
         return library.start(**{"project_name": self.run_name, **self.init_kwargs})
 
     @on_main_process
@@ -154,7 +161,7 @@ class AimTracker(LibraryTracker):
         super().__init__(run_name, **kwargs)
         self.aim_repo_path = logging_dir
 
-    def _open(self, library: Any) -> Any:
+    def _open(self, library: ModuleType) -> Any:
         run = library.Run(**{"repo": self.aim_repo_path, **self.init_kwargs})
         run.name = self.run_name
         return run
@@ -193,7 +200,7 @@ class AimTracker(LibraryTracker):
             self.writer.track(tracked, name=name, step=step, **track_arguments)
 
 
-def _image(value: Any, arguments: dict[str, Any]) -> Any:
+def _image(value: object, arguments: dict[str, Any]) -> Any:
     image, caption = value if isinstance(value, tuple) else (value, "")
     return import_module("aim").Image(image, **{"caption": caption, **arguments})
 
@@ -218,7 +225,7 @@ class DVCLiveTracker(LibraryTracker):
         super().__init__(run_name, **kwargs)
         self.live = live
 
-    def _open(self, library: Any) -> Any:
+    def _open(self, library: ModuleType) -> Any:
         return library.Live(**self.init_kwargs) if self.live is None else self.live
 
     @property
@@ -263,7 +270,7 @@ class ClearMLTracker(TableTracker):
         self.user_provided_run_name = run_name
         self._initialized_externally = False
 
-    def _open(self, library: Any) -> Any:
+    def _open(self, library: ModuleType) -> Any:
         running = library.Task.current_task()
         self._initialized_externally = bool(running)
         if running:
@@ -291,7 +298,13 @@ class ClearMLTracker(TableTracker):
                 self._log_number(report, name, series, number, step, kwargs)
 
     def _log_number(
-        self, report: Any, name: str, series: str | None, number: Any, step: int | None, kwargs: Any
+        self,
+        report: Any,
+        name: str,
+        series: str | None,
+        number: object,
+        step: int | None,
+        kwargs: dict[str, Any],
     ) -> None:
         if not isinstance(number, int | float):
             self._warn_left_out(name, number)
@@ -321,7 +334,13 @@ class ClearMLTracker(TableTracker):
                 report.report_image(title=title, series=series_name, iteration=step, image=image, **kwargs)
 
     def _log_table(
-        self, name: str, columns: Any, data: Any, dataframe: Any, step: int | None, kwargs: dict[str, Any]
+        self,
+        name: str,
+        columns: list[str] | None,
+        data: list[list[Any]] | None,
+        dataframe: Any,
+        step: int | None,
+        kwargs: dict[str, Any],
     ) -> None:
         if data is None and dataframe is None:
             raise wrong_value("data", data, "the table has no rows", "Pass data or dataframe")
@@ -378,7 +397,7 @@ class TensorBoardTracker(LibraryTracker):
         require("tensorboard", "TensorBoardTracker")
         return import_module("torch.utils.tensorboard")
 
-    def _open(self, library: Any) -> Any:
+    def _open(self, library: ModuleType) -> Any:
         logger.debug("TensorBoard run %s logs to %s", self.run_name, self.logging_dir)
         return library.SummaryWriter(self.logging_dir, **self.init_kwargs)
 

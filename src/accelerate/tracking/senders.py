@@ -158,7 +158,7 @@ class Snapshot:
     wait: Callable[[], None]
 
 
-def take_snapshot(value: Any) -> Any:
+def take_snapshot(value: object) -> Any:
     """Copies tensors, arrays, lists, tuples and dictionaries, so that later changes do not affect the copy.
 
     A tensor on an accelerator becomes a `Snapshot`, so that the device is not synchronized. Other objects are
@@ -167,7 +167,7 @@ def take_snapshot(value: Any) -> Any:
     return _apply(_copy, value)
 
 
-def read_snapshot(value: Any) -> Any:
+def read_snapshot(value: object) -> Any:
     """Returns the values of `take_snapshot` with every tensor on the CPU."""
     return _apply(_read, value)
 
@@ -180,7 +180,7 @@ def _apply(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     if not isinstance(value, torch.Tensor):
@@ -196,7 +196,7 @@ def _copy(value: Any) -> Any:
     return Snapshot(copy, ready.synchronize)
 
 
-def _read(value: Any) -> Any:
+def _read(value: object) -> Any:
     if not isinstance(value, Snapshot):
         return value
     value.wait()

@@ -134,7 +134,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
     return kept
 
 
-def write_torch(obj: Any, path: Path) -> None:
+def write_torch(obj: object, path: Path) -> None:
     """Writes any picklable object with `torch.save`.
 
     Raises an `OSError` if the file cannot be written.
@@ -184,7 +184,7 @@ _PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None), Tensor, t
 """Types that `read_torch` accepts, and that contain nothing else."""
 
 
-def refused_values(value: Any) -> dict[str, str]:
+def refused_values(value: object) -> dict[str, str]:
     """Returns the position of the first value of each type that `read_torch` refuses in nested containers.
 
     The keys are the names of the types. An object with other objects in it is not searched.
@@ -220,7 +220,7 @@ def refused_values(value: Any) -> dict[str, str]:
     return refused
 
 
-def _refused_name(value: Any) -> str:
+def _refused_name(value: object) -> str:
     """Returns the name of what `read_torch` refuses in the file of one value, or an empty string."""
     memory = io.BytesIO()
     torch.save(value, memory)

@@ -311,7 +311,7 @@ def missing_names(own: Mapping[str, Any], state: Collection[str]) -> list[str]:
     return [name for name, tensor in own.items() if name not in state and memory_of(tensor) not in filled]
 
 
-def memory_of(tensor: Any) -> Any:
+def memory_of(tensor: object) -> Any:
     """Returns a key for the memory and layout of a tensor, or the identity of any other object."""
     if not isinstance(tensor, Tensor) or not tensor.data_ptr():  # a wrapper subclass has no address
         return id(tensor)

@@ -87,7 +87,7 @@ def _is_broken(entry: dict[str, Any]) -> bool:
     return not (isinstance(entry.get("dtype"), str) and isinstance(shape, list) and all(map(_is_size, shape)))
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

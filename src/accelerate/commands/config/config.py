@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import replace
-from typing import Any
 
 from accelerate.base import ComputeEnvironment as ComputeEnvironment, expanded
 from accelerate.commands.config.cluster import Suggestions, get_cluster_input as get_cluster_input, suggest
@@ -16,7 +15,7 @@ from accelerate.commands.config.config_utils import add_config_file, add_subcomm
 from accelerate.commands.config.default import default_command_parser
 from accelerate.commands.config.sagemaker import get_sagemaker_input as get_sagemaker_input
 from accelerate.commands.config.update import update_command_parser
-from accelerate.commands.utils import CustomArgumentParser, entry_point, make_parser
+from accelerate.commands.utils import CustomArgumentParser, Subparsers, entry_point, make_parser
 from accelerate.settings import (
     SCHEMA_FILE,
     ClusterConfig,
@@ -110,14 +109,14 @@ def schema_command(args: argparse.Namespace) -> None:
     print(SCHEMA_FILE)
 
 
-def config_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+def config_command_parser(subparsers: Subparsers | None = None) -> CustomArgumentParser:
     """Returns the parser of ``accelerate config``, added to `subparsers` if given."""
     parser = make_parser("config", description, config_command, subparsers)
     add_config_file(parser)
     return parser
 
 
-def get_config_parser(subparsers: Any = None) -> CustomArgumentParser:
+def get_config_parser(subparsers: Subparsers | None = None) -> CustomArgumentParser:
     """Returns the parser of ``accelerate config``, with its subcommands."""
     parser = config_command_parser(subparsers)
     parent = argparse.ArgumentParser(add_help=False)

@@ -15,6 +15,7 @@ from accelerate.base import (
     SageMakerDistributedType as SageMakerDistributedType,
 )
 from accelerate.commands.menu import BulletMenu as BulletMenu
+from accelerate.commands.utils import Subparsers
 from accelerate.settings import OneSpellingFormatter
 from accelerate.settings.sections import BACKENDS
 
@@ -36,7 +37,7 @@ class SubcommandHelpFormatter(OneSpellingFormatter, argparse.RawDescriptionHelpF
 
 
 def add_subcommand(
-    subparsers: Any,
+    subparsers: Subparsers,
     parents: list[argparse.ArgumentParser],
     name: str,
     description: str,

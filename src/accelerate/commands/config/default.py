@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
 from accelerate.base import ComputeEnvironment, DistributedType, attach, environ, expanded, wrong_value
 from accelerate.commands.config.config_utils import (
     SubcommandHelpFormatter as SubcommandHelpFormatter,
     add_subcommand,
 )
-from accelerate.commands.utils import DEVICE_PROBES
+from accelerate.commands.utils import DEVICE_PROBES, Subparsers
 from accelerate.launch import look
 from accelerate.settings import (
     ClusterConfig,
@@ -62,7 +61,9 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
     return path
 
 
-def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def default_command_parser(
+    parser: Subparsers, parents: list[argparse.ArgumentParser]
+) -> argparse.ArgumentParser:
     """Adds the subcommand.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from accelerate.base import expanded
 from accelerate.commands.config.config_utils import (
@@ -11,6 +10,7 @@ from accelerate.commands.config.config_utils import (
     add_config_file,
     add_subcommand,
 )
+from accelerate.commands.utils import Subparsers
 from accelerate.settings import (
     default_config_file as default_config_file,
     default_config_path,
@@ -40,7 +40,9 @@ def update_config(args: argparse.Namespace) -> str:
     return str(path)
 
 
-def update_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def update_command_parser(
+    parser: Subparsers, parents: list[argparse.ArgumentParser]
+) -> argparse.ArgumentParser:
     """Adds the subcommand.
 
     Args:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accelerate.base import ConfigurationError, LaunchError, environ, spell_ranks, wrong_value
 from accelerate.launch import children, layout
@@ -27,6 +27,9 @@ from accelerate.launch.machine import Machine, get_free_port, hold_loopback_stor
 from accelerate.launch.plan import LaunchPlan, folder_of, local_command, torchrun_arguments
 from accelerate.settings import Settings
 from accelerate.settings.sections import LaunchSection
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 ATTEMPTS = 3
 PORT_TAKEN = "EADDRINUSE"
@@ -127,7 +130,7 @@ class Ranks:
             handle.proc.send_signal(number)
         say(f"{name} received and passed on to {len(running)} process{'' if len(running) == 1 else 'es'}")
 
-    def start(self, context: Any, start: Callable[[], None]) -> None:
+    def start(self, context: SubprocessContext, start: Callable[[], None]) -> None:
         """Starts the processes of the `SubprocessContext` of torch by its own method."""
         for number in self._ignored:
             if signal.getsignal(number) != signal.SIG_IGN:  # the agent has just set its own handler

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accelerate.base import LaunchError, environ, require, wrong_value
 from accelerate.launch import children, layout
@@ -30,6 +30,9 @@ from accelerate.launch.plan import (
 )
 from accelerate.settings import Settings
 from accelerate.settings.sections import LaunchSection, RecoverySection
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 POLL = 0.05
 DEFAULT_TIMEOUT = 60
@@ -250,7 +253,7 @@ def _open_lighthouse(groups: Groups) -> Any:
 
 
 def _run_groups(
-    plan: LaunchPlan, groups: Groups, store: Any, added: Mapping[str, str], ending: Ending
+    plan: LaunchPlan, groups: Groups, store: Store, added: Mapping[str, str], ending: Ending
 ) -> int:
     count = groups.replicas // plan.machines
     numbers = range(plan.machine * count, (plan.machine + 1) * count)
@@ -306,13 +309,13 @@ def _run_groups(
     return 128 + ending.received if ending.received else failed
 
 
-def _num_steps(store: Any, group: Group) -> int:
+def _num_steps(store: Store, group: Group) -> int:
     """Returns the number of committed steps of a replica group, or 0 if it has not taken part in one."""
     key = committed_key(group.number)
     return int(store.get(key)) if store.check([key]) else 0
 
 
-def begin_life(store: Any, replicas: int) -> None:
+def begin_life(store: Store, replicas: int) -> None:
     """Begins the next life of a run if steps were committed, and no replica group holds their state any more.
 
     The groups then begin where the script or its checkpoint does, and not where keys of the store say.

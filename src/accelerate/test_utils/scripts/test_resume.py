@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class StatefulStream(Stream):
         self.index = state["index"]
 
 
-def sample_again(dataset: Any) -> RandomSampler:
+def sample_again(dataset: Sized) -> RandomSampler:
     """Returns a sampler with replacement that has its own generator."""
     return RandomSampler(dataset, replacement=True, generator=torch.Generator().manual_seed(3))
 
