@@ -183,7 +183,6 @@ def get_balanced_memory(
         model: the module; it may be on the meta device.
         max_memory: as in `get_max_memory`. None reserves a tenth of the free memory for activations.
         no_split_module_classes: names of classes that are not split. None: `_no_split_modules` of the model.
-
         dtype: dtype of the model after it is loaded. None: the current dtype.
         special_dtypes: dtypes of single tensors by name.
         low_zero: whether to put as little as possible on accelerator 0, which is used for other things.

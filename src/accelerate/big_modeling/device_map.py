@@ -135,7 +135,6 @@ def explain_device_map(
         model: the module; it may be on the meta device.
         device_map: device of each module or tensor.
         max_memory: bytes by device, as `get_max_memory` returns them. None leaves that column empty.
-
         dtype: dtype of the model after it is loaded. None: the current dtype.
         special_dtypes: dtypes of single tensors by name.
 
@@ -218,7 +217,6 @@ def infer_auto_device_map(
         no_split_module_classes: names of classes that are not split, such as those with a residual
             connection.
             None: `_no_split_modules` of the model.
-
         dtype: dtype of the model after it is loaded. None: the current dtype.
         special_dtypes: dtypes of single tensors by name.
         verbose: whether to print the plan as a table.

@@ -199,7 +199,6 @@ def _find_checkpoints(folders: Iterable[Path], *, deep: bool) -> list[Checkpoint
     """Returns the summaries of all checkpoints below some folders, and raises an error if one has none.
 
     Args:
-        folders: The folders.
         deep: Whether to compare the checksums of their files.
     """
     found = []

@@ -120,7 +120,9 @@ def plan_training(
     """
     from accelerate import planning
 
-    _check_counts(args)
+    for name in ("batch_size", "gradient_accumulation_steps", *SIZES, "num_processes"):
+        if getattr(args, name) < 1:
+            raise wrong_value(f"--{name}", getattr(args, name), "it is less than 1", "Give 1 or more")
     count, capacity = planning.parse_devices(args.devices) if args.devices else (args.num_processes, 0)
     if args.devices and args.num_processes not in (1, count):
         reason = f"--devices {args.devices} has {count} devices"
@@ -137,12 +139,6 @@ def plan_training(
         return kind, plan, {}, fits
     largest = planner.largest_batch(layout, capacity, plan.batch_size)
     return kind, plan, {"number": count, "bytes": capacity, "largest_batch_size": largest}, fits
-
-
-def _check_counts(args: argparse.Namespace) -> None:
-    for name in ("batch_size", "gradient_accumulation_steps", *SIZES, "num_processes"):
-        if getattr(args, name) < 1:
-            raise wrong_value(f"--{name}", getattr(args, name), "it is less than 1", "Give 1 or more")
 
 
 def _axes_size(args: argparse.Namespace) -> int:

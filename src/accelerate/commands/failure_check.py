@@ -41,85 +41,50 @@ FILE_WIDTH = 120  # columns of a table that is not printed to a terminal
 
 
 class Step(NamedTuple):
-    """Step that one process took.
+    """Step that one process took."""
 
-    Attributes:
-        process: Replica group and rank.
-        attempt: How often all processes had been started again.
-        number: Number of the step in the run, from 1.
-        epoch: Number of the pass over the data.
-        samples: Indices of the samples that this process trained in it.
-        time: Time of the step in seconds.
-    """
-
-    process: str
-    attempt: int
-    number: int
-    epoch: int
-    samples: tuple[int, ...]
-    time: float
+    process: str  # replica group and rank
+    attempt: int  # how often all processes had been started again
+    number: int  # in the run, from 1
+    epoch: int  # number of the pass over the data
+    samples: tuple[int, ...]  # indices of the samples that this process trained in it
+    time: float  # in seconds since the epoch
 
 
 class Failure(NamedTuple):
-    """End of one process.
+    """End of one process."""
 
-    Attributes:
-        place: What the process did.
-        process: Replica group and rank.
-        attempt: How often all processes had been started again.
-        time: Time of the failure in seconds.
-    """
-
-    place: str
-    process: str
-    attempt: int
-    time: float
+    place: str  # what the process did
+    process: str  # replica group and rank
+    attempt: int  # how often all processes had been started again
+    time: float  # in seconds since the epoch
 
 
 @dataclass(frozen=True)
 class Run:
-    """Steps, failures and final weights of a run.
+    """Steps, failures and final weights of a run."""
 
-    Attributes:
-        steps: Steps of each process, in the order of time.
-        failures: Failures, in the order of time.
-        starts: How often all processes had been started again -> step after which they continued.
-        weights: Final weights of each replica group, by name.
-    """
-
-    steps: list[Step]
-    failures: list[Failure]
+    steps: list[Step]  # steps of each process, in the order of time
+    failures: list[Failure]  # failures, in the order of time
+    # How often all processes had been started again -> step after which they continued.
     starts: Mapping[int, int] = field(default_factory=dict)
-    weights: Sequence[Mapping[str, Sequence[float]]] = ()
+    weights: Sequence[Mapping[str, Sequence[float]]] = ()  # final weights of each replica group, by name
 
 
 class Resumption(NamedTuple):
-    """Failure, and how the run went on.
-
-    Attributes:
-        failure: The failure.
-        seconds: Time until the next step, or NaN.
-        again: Number of steps that were computed again.
-    """
+    """Failure, and how the run went on."""
 
     failure: Failure
-    seconds: float
-    again: int
+    seconds: float  # time until the next step, or NaN
+    again: int  # number of steps that were computed again
 
 
 class Comparison(NamedTuple):
-    """Difference of a run with failures from an undisturbed run.
+    """Difference of a run with failures from an undisturbed run."""
 
-    Attributes:
-        lost: Number of samples that only the undisturbed run trained.
-        repeated: Number of samples that the run with failures trained in addition.
-        difference: Largest difference of the final weights.
-        resumptions: Failures, and how the run went on.
-    """
-
-    lost: int
-    repeated: int
-    difference: float
+    lost: int  # number of samples that only the undisturbed run trained
+    repeated: int  # number of samples that the run with failures trained in addition
+    difference: float  # largest difference of the final weights
     resumptions: list[Resumption]
 
 
@@ -218,10 +183,7 @@ def check_failures(words: Sequence[str]) -> None:
     """Launches both runs, compares them, and prints a table.
 
     Raises a `RecoveryError` if the run with failures has another result, or without replica groups a
-    `CheckpointError`.
-
-    Args:
-        words: Options of `accelerate launch`.
+    `CheckpointError`. `words` are options of `accelerate launch`.
     """
     has_groups = _check_configuration(words)
     words = [*words, *([] if has_groups else ["--max_restarts", str(len(PLACES))])]

@@ -12,12 +12,12 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
+from accelerate import launch
 from accelerate.base import ConfigurationError, attach, end_with_parent, environ, shown
 from accelerate.commands.kubernetes import MANIFESTS, as_manifest
 from accelerate.commands.utils import DEVICE_PROBES, Subparsers, entry_point, make_parser
@@ -190,8 +190,7 @@ def launch_command(args: argparse.Namespace) -> None:
         print(f"accelerate launch: {'; '.join(plan.notes)}.", file=sys.stderr)
     sys.stderr.flush()
     is_shown = settings[DiagnosticsSection].monitor and plan.launcher in RECORDED
-    show = partial(_print_views, title=plan.target.name) if is_shown else _no_view
-    if code := _run(launcher, plan, show):
+    if code := _run(launcher, plan, is_shown):
         sys.exit(code)
 
 
@@ -239,27 +238,17 @@ def _manifest(args: argparse.Namespace) -> str:
     return as_manifest(args.manifest, args.image, settings, Target.of(args), environ.current())
 
 
-Show: TypeAlias = Callable[[LaunchPlan, Path], AbstractContextManager[LaunchPlan]]
-
-
-def _no_view(plan: LaunchPlan, folder: Path) -> AbstractContextManager[LaunchPlan]:
-    return nullcontext(plan)
-
-
-def _print_views(plan: LaunchPlan, folder: Path, title: str) -> AbstractContextManager[LaunchPlan]:
-    from accelerate.launch import printed_views  # imported only by runs with a view
-
-    return printed_views(plan, folder, title)
-
-
-def _run(launcher: Launcher, plan: LaunchPlan, show: Show) -> int:
-    """Runs a plan, and prints the reason of a failure as the last output."""
+def _run(launcher: Launcher, plan: LaunchPlan, is_shown: bool) -> int:
+    """Runs a plan, with views of it if it is shown, and prints the reason of a failure as the last output."""
     end_with_parent(environ.take_parent())  # the launcher of all replica groups
     folder, lock = open_folder()
     with lock:
         recorded = record_failures(plan, folder)
+        view: AbstractContextManager[LaunchPlan] = nullcontext(recorded)
         try:
-            with show(recorded, folder) as shown_plan:
+            if is_shown:  # other runs do not import it
+                view = launch.printed_views(recorded, folder, plan.target.name)
+            with view as shown_plan:
                 code = launcher.run(shown_plan)
         except BaseException:
             shutil.rmtree(folder)

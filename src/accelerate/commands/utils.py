@@ -34,12 +34,8 @@ def make_parser(
     """Returns the parser of a command, without its options.
 
     Args:
-        name: Name of the command.
-        description: Description in the help.
         command: Function that is called with the parsed arguments. ``None`` if a subcommand is called.
         subparsers: Subparsers of `accelerate`, to which the parser is added. ``None`` for a separate parser.
-        parser_class: Class of the parser.
-        **kwargs: Further arguments of the class.
     """
     kwargs = {
         "prog": f"accelerate {name}",

@@ -166,18 +166,11 @@ def without_own(words: Sequence[str]) -> list[str]:
 
 
 class _Pair(NamedTuple):
-    """Two launches of a script.
-
-    Attributes:
-        flags: Flags of the launch.
-        target: Script and its arguments.
-        against: Flags of the second launch, or None for the reference on one process.
-        settings: Settings of the launch.
-    """
+    """Two launches of a script."""
 
     flags: list[str]
-    target: list[str]
-    against: list[str] | None
+    target: list[str]  # script and its arguments
+    against: list[str] | None  # flags of the second launch, or None for the reference on one process
     settings: Settings
 
     def run(self, options: Options) -> tuple[Run, Run]:
@@ -208,8 +201,10 @@ def _run(title: str, flags: Sequence[str], target: Sequence[str], options: Optio
     flags = [word for word in flags if word not in ("-m", "--module")]
     words = [*LAUNCH_COMMAND, *flags, str(ENTRY), *(["-m"] if is_module else []), *target]
     print(f"accelerate verify: {title}: accelerate launch {shlex.join([*flags, *target])}", flush=True)
+    present = environ.current()
+    hidden = [name for name in present if name.startswith(SCRUBBED) and name not in KEPT]
     variables = {
-        **_environment(options.is_reference),
+        **{name: text for name, text in present.items() if not (options.is_reference and name in hidden)},
         **OFFLINE,
         "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri(),
         RECORDS_VARIABLE: str(folder / RECORDS),
@@ -231,13 +226,6 @@ def _run(title: str, flags: Sequence[str], target: Sequence[str], options: Optio
             "script return, call accelerator.end_training(), or pass fewer --steps than it takes."
         )
     return run
-
-
-def _environment(is_reference: bool) -> dict[str, str]:
-    present = dict(environ.current())
-    if not is_reference:
-        return present
-    return {name: value for name, value in present.items() if name in KEPT or not name.startswith(SCRUBBED)}
 
 
 def _reference_flags(settings: Settings, flags: Sequence[str], folder: Path) -> list[str]:

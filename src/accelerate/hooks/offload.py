@@ -331,10 +331,10 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     Raises:
         ConfigurationError: tensors have no value, and no hook loads it.
     """
-    values = _offloaded_values(model)
-    state = model.state_dict()
+    slots, state = _slots_by_name(model), model.state_dict()
+    values = {id(slot): slot.read(torch.device("cpu")) for slot in slots.values()}  # once for tied names
     tensors = {
-        name: values.get(name, tensor) if tensor.is_meta else tensor
+        name: values[id(slots[name])] if tensor.is_meta and name in slots else tensor
         for name, tensor in state.items()
         if isinstance(tensor, Tensor)
     }
@@ -343,17 +343,11 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
 
 
 class StoredWeight(NamedTuple):
-    """Weight of a model with offloaded parts.
+    """Weight of a model with offloaded parts."""
 
-    Attributes:
-        shape: Shape of the weight.
-        dtype: Dtype of its values.
-        read: Returns the values.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
+    shape: torch.Size  # shape of the weight
+    dtype: torch.dtype  # dtype of its values
+    read: Callable[[], Tensor]  # returns the values
 
 
 def stored_weights(model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Tensor]]:
@@ -362,7 +356,10 @@ def stored_weights(model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Te
     Offloaded weights are read to the CPU, and others are returned on their device.
     """
     slots, state = _slots_by_name(model), model.state_dict(keep_vars=True)
-    stored = {id(slot): _stored_weight(slot) for slot in slots.values()}
+    stored = {
+        id(slot): StoredWeight(slot.empty.shape, slot.empty.dtype, partial(slot.read, torch.device("cpu")))
+        for slot in slots.values()
+    }
     offloaded = {name for name, tensor in state.items() if isinstance(tensor, Tensor) and tensor.is_meta}
     weights = {
         name: stored[id(slots[name])] if name in offloaded and name in slots else value
@@ -371,18 +368,6 @@ def stored_weights(model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Te
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     check_values(tensors, "read", "No hook loads them. Load the model first.")
     return weights, lambda weight: (weight.read() if isinstance(weight, StoredWeight) else weight).detach()
-
-
-def _stored_weight(slot: Slot) -> StoredWeight:
-    read = partial(slot.read, torch.device("cpu"))
-    return StoredWeight(slot.empty.shape, slot.empty.dtype, read)
-
-
-def _offloaded_values(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the values of offloaded tensors by name, where tied names get the same tensor."""
-    slots = _slots_by_name(model)
-    values = {id(slot): slot.read(torch.device("cpu")) for slot in slots.values()}
-    return {name: values[id(slot)] for name, slot in slots.items()}
 
 
 def _slots_by_name(model: nn.Module) -> dict[str, Slot]:

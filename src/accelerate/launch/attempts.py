@@ -78,7 +78,11 @@ class Attempts:
 
         outcome = collect(self._folder, code, exits)
         first = find_first(outcome) if code else None
-        if first is not None and (first.kind == Kind.AFTER or self._is_requested(first, exits)):
+        if first is not None and (
+            first.kind == Kind.AFTER
+            # It ended because another machine was asked to end.
+            or (self._is_elastic and exits.codes.get(first.rank) == RESTART_CODE)
+        ):
             first = None
         newest = NewestCheckpoint.read(self._folder) if 0 in exits.codes else None  # rank 0 commits
         checkpoint, checkpoint_step = newest or ("", 0)
@@ -97,10 +101,6 @@ class Attempts:
         )
         self._ended.append(record)
         return first, record, exact >= 0
-
-    def _is_requested(self, first: Suspect, exits: Exits) -> bool:
-        """Returns whether a rank has ended because another machine was asked to end."""
-        return self._is_elastic and exits.codes.get(first.rank) == RESTART_CODE
 
     def _recorded_step(self) -> int:
         """Returns the last step of this attempt in the records, if no process has left its step."""

@@ -24,15 +24,10 @@ rank 0. With the second one, they start again if another machine is asked to end
 
 
 class Sizes(NamedTuple):
-    """Smallest sizes of an elastic run, None where the size does not change.
+    """Smallest sizes of an elastic run, None where the size does not change."""
 
-    Attributes:
-        machines: Smallest number of machines.
-        processes: Smallest number of processes on one machine.
-    """
-
-    machines: int | None = None
-    processes: int | None = None
+    machines: int | None = None  # smallest number of machines
+    processes: int | None = None  # smallest number of processes on one machine
 
 
 def choose_sizes(settings: Settings) -> tuple[Settings, Sizes]:

@@ -169,6 +169,14 @@ def device_ids(gpu_ids: str | None) -> tuple[str, ...]:
     return ids
 
 
+def used_devices(settings: Settings, machine: Machine, processes: int) -> tuple[str, ...]:
+    """Returns the ids of the devices of the processes of this node, or none for the CPU."""
+    launch = settings[LaunchSection]
+    if launch.cpu or not machine.has_accelerator:
+        return ()
+    return (device_ids(launch.gpu_ids) or tuple(map(str, range(machine.devices))))[:processes]
+
+
 def worker_environment(settings: Settings, machine: Machine, launcher: str) -> dict[str, str]:
     """Returns the variables of the workers in addition to those of this process."""
     added, launch, megatron = env.encode(settings), settings[LaunchSection], settings[MegatronSection]

@@ -32,10 +32,8 @@ def printed_views(plan: LaunchPlan, folder: Path, title: str) -> Iterator[Launch
     """Prints views of a run while the block runs it, and yields a plan whose ranks write records.
 
     Args:
-        plan: Plan that the block runs.
         folder: Folder of the launch, which has the paths of the records. Ranks without a folder for their
             records write them to the state folder of the user.
-        title: Title of the views.
 
     Raises:
         MissingPackageError: rich is not installed.

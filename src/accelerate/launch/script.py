@@ -38,16 +38,12 @@ SELF_CHECKS = str(Path(PACKAGE) / "test_utils") + os.sep
 
 @dataclass
 class Script:
-    """State of the script that this process runs.
+    """State of the script that this process runs."""
 
-    Attributes:
-        count_steps: Returns the number of steps, or None before an `Accelerator` is created.
-        uses_ranks: Whether the script has created a state of the package, which knows the ranks.
-        ended_rank: Rank of a process that SIGTERM asked to end, with all processes of its machine, or None.
-    """
-
+    # Returns the number of steps, or None before an `Accelerator` is created.
     count_steps: Callable[[], int] | None = None
-    uses_ranks: bool = False
+    uses_ranks: bool = False  # whether the script has created a state of the package, which knows the ranks
+    # Rank of a process that SIGTERM asked to end, with all processes of its machine, or None.
     ended_rank: int | None = None
 
     @property

@@ -48,11 +48,7 @@ class Mark:
 
 
 class DeviceClock:
-    """Timer of the phases on a device.
-
-    Args:
-        events: Factory of the events.
-    """
+    """Timer of the phases on a device."""
 
     def __init__(self, events: TimedEvents) -> None:
         self.seconds = [0.0] * (len(PHASES) + 1)

@@ -129,7 +129,6 @@ class RunReader:
     """Reader of the records of all ranks of a run.
 
     Args:
-        title: Title of the view.
         find_paths: Function that returns the paths of the records by rank, which may appear during the run.
         num_ranks: Number of ranks, or None for the world size of the last start.
     """
@@ -158,20 +157,13 @@ def is_running(start: Start) -> bool:
 
 @dataclass(frozen=True)
 class RunView:
-    """State of a run at one time.
+    """State of a run at one time."""
 
-    Attributes:
-        title: Name of the run or its script.
-        ranks: Ranks that have started, in their order.
-        num_ranks: Number of ranks that are expected.
-        now: Seconds since the epoch.
-        is_running: Function that returns whether the process of a rank may still run.
-    """
-
-    title: str
-    ranks: Sequence[RankView]
-    num_ranks: int
-    now: float
+    title: str  # name of the run or its script
+    ranks: Sequence[RankView]  # ranks that have started, in their order
+    num_ranks: int  # number of ranks that are expected
+    now: float  # seconds since the epoch
+    # Function that returns whether the process of a rank may still run.
     is_running: Callable[[Start], bool] = is_running
 
     @property

@@ -25,7 +25,7 @@ COMPARISONS = 3
 MIN_INTERVAL, MAX_INTERVAL = 2.0, 10.0
 """Bounds of the seconds between two comparisons, which grow with the world size."""
 RANKS_PER_SECOND = 400
-"""Number of ranks per second of the interval."""
+"""Number of ranks for which the interval becomes one second longer."""
 SUMMARY_TIMEOUT = 60.0
 """Seconds after which the summary of a rank that posts no new one is left out."""
 
@@ -135,14 +135,6 @@ class Comparisons:
         return Straggler(rank, self._slow[rank], self.since[rank])
 
 
-@dataclass
-class LastSummary:
-    """Number of the last summary of a child in the tree, with the time of its arrival."""
-
-    number: int = -1
-    time: float = 0.0
-
-
 @dataclass(frozen=True)
 class ExchangeResult:
     """Result of a comparison, which rank 0 posts with the straggler, or -1 for none."""
@@ -155,29 +147,20 @@ class ExchangeResult:
 
 @dataclass
 class RankExchange:
-    """Client of one rank for the comparison, which is used in one thread.
-
-    Attributes:
-        channel: Access to the store.
-        as_dataclass: Function that returns a message of a class from a value of the store, or None for any
-            other value.
-        rank: Rank of this process.
-        size: World size.
-        is_first: True for one rank of each node, which reads the result.
-        times: Last comparison on rank 0, until the monitor records it.
-        missing: Number of ranks that the last comparison on rank 0 left out.
-    """
+    """Client of one rank for the comparison, which is used in one thread."""
 
     channel: Channel
+    # Function that returns a message of a class from a value of the store, or None for any other value.
     as_dataclass: Callable[[type[Any], Any], Any]
-    rank: int
+    rank: int  # rank of this process
     size: int
-    is_first: bool = True
+    is_first: bool = True  # True for one rank of each node, which reads the result
     result: ExchangeResult = field(default_factory=ExchangeResult)
-    times: RankTimes | None = None
-    missing: int = 0
+    times: RankTimes | None = None  # last comparison on rank 0, until the monitor records it
+    missing: int = 0  # number of ranks that the last comparison on rank 0 left out
     _number: int = 0
-    _last_summaries: dict[int, LastSummary] = field(default_factory=dict)
+    # Child in the tree -> number of its last summary, and time of its arrival.
+    _arrivals: dict[int, tuple[int, float]] = field(default_factory=dict)
     _comparisons: Comparisons = field(default_factory=Comparisons)
 
     @property
@@ -215,10 +198,11 @@ class RankExchange:
         return [summary for child, summary in pairs if summary is not None and self._is_new(child, summary)]
 
     def _is_new(self, child: int, summary: ComputeSummary) -> bool:
-        last = self._last_summaries.setdefault(child, LastSummary())
-        if last.number != summary.number:
-            self._last_summaries[child] = last = LastSummary(summary.number, time.monotonic())
-        return time.monotonic() - last.time < SUMMARY_TIMEOUT
+        number, arrival = self._arrivals.get(child, (-1, 0.0))
+        if number != summary.number:
+            arrival = time.monotonic()
+            self._arrivals[child] = summary.number, arrival
+        return time.monotonic() - arrival < SUMMARY_TIMEOUT
 
     def _compare(self, summary: ComputeSummary, times: StepTimes) -> None:
         slow = self._comparisons.add(summary)

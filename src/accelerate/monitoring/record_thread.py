@@ -27,7 +27,6 @@ class RecordThread:
 
     Args:
         folder: Folder of the records, or None if there are none.
-        rank: Rank of this process.
         in_state_folder: Whether it is in the state folder of the user, in which this thread creates it.
         removes_old: Whether the thread removes the records of old runs from the state folder.
         level: Level of the messages, which is lower where the user has not asked for records.

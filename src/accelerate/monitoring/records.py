@@ -243,7 +243,6 @@ class RecordWriter:
 
     Args:
         folder: Folder of the records, which is created if it does not exist.
-        rank: Rank of this process.
 
     Raises:
         OSError: The file cannot be opened.
@@ -258,7 +257,9 @@ class RecordWriter:
         except OSError:  # a pipe
             self._file.close()
             raise
-        _leave_path(self.path)
+        if launch := environ.current().get(environ.FAILURE_FOLDER):
+            with suppress(OSError):  # the launcher has ended, and its folder is gone
+                Path(launch, self.path.stem + PATH_SUFFIX).write_text(str(self.path), encoding="utf-8")
 
     def _end_line(self) -> None:
         """Ends the last line, if a process was killed while it wrote it."""
@@ -278,15 +279,7 @@ class RecordWriter:
         self._file.write(b"".join(encode(record) for record in records))
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
-
-
-def _leave_path(path: Path) -> None:
-    """Writes the path of a file of records for the launcher."""
-    if folder := environ.current().get(environ.FAILURE_FOLDER):
-        with suppress(OSError):  # the launcher has ended, and its folder is gone
-            Path(folder, path.stem + PATH_SUFFIX).write_text(str(path), encoding="utf-8")
 
 
 def recorded_paths(folder: Path) -> list[tuple[int, Path]]:

@@ -82,11 +82,8 @@ class RunMonitor:
     """Monitor of one rank, which is a service of the process.
 
     Args:
-        rank: Rank of this process.
-        size: World size.
         sources: Source of the values of the records.
         records: Thread that writes the records, without a folder for none.
-        clock: Timer of the steps.
         queue: Events and checkpoints of this process that are to be recorded.
         prints_times: Whether rank 0 prints the time of steps and the conclusions at the end.
     """
@@ -131,7 +128,6 @@ class RunMonitor:
             clock.on_first_step = self._start
 
     def _start(self) -> None:
-        """Starts the thread."""
         thread = threading.Thread(target=self._run, name="accelerate-monitor", daemon=True)
         thread.start()
         self._thread = thread
@@ -229,21 +225,19 @@ class RunMonitor:
     def _compare(self) -> list[Record]:
         """Compares the ranks if the interval is over, and returns the record on rank 0."""
         with self._comparing:
-            return self._compare_over(self._exchange)
-
-    def _compare_over(self, exchange: RankExchange | None) -> list[Record]:
-        if exchange is None or not self._compared or time.monotonic() < self._compared_at + exchange.interval:
-            return []
-        self._compared_at = time.monotonic()
-        windows = _take(self._compared)
-        try:
-            exchange.exchange(windows[-1].last, _join(windows))
-        except RuntimeError:  # the process that hosts the store has ended, and the run ends
-            self._exchange = None
-            return []
-        self._straggler, self._are_even = exchange.straggler, exchange.result.are_even
-        compared, exchange.times = exchange.times, None
-        return [] if compared is None else [compared.shifted(recorded_rank(0, self.size))]
+            exchange, now = self._exchange, time.monotonic()
+            if exchange is None or not self._compared or now < self._compared_at + exchange.interval:
+                return []
+            self._compared_at = now
+            windows = _take(self._compared)
+            try:
+                exchange.exchange(windows[-1].last, _join(windows))
+            except RuntimeError:  # the process that hosts the store has ended, and the run ends
+                self._exchange = None
+                return []
+            self._straggler, self._are_even = exchange.straggler, exchange.result.are_even
+            compared, exchange.times = exchange.times, None
+            return [] if compared is None else [compared.shifted(recorded_rank(0, self.size))]
 
     def _facts(self, times: StepTimes, run: StepTimes) -> RunFacts:
         return RunFacts(

@@ -88,7 +88,7 @@ class StepTimes:
 
     @property
     def samples_per_second(self) -> float:
-        """Samples per second on this rank."""
+        """Samples per second on this rank, or 0 if batches have no size."""
         return self.samples / self.seconds if self.seconds else 0.0
 
     @property

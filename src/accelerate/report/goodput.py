@@ -202,11 +202,8 @@ def _divide(
 
     Args:
         begin: Begin of the attempt, in seconds since the epoch.
-        end: Its end.
-        steps: Its windows.
         restore: Seconds in which it loaded checkpoints.
         resumed: Number of steps with which the next attempt begins, after which steps are lost.
-        attempt: Its record, if there is one.
     """
     parts = dict.fromkeys(PARTS, 0.0)
     parts["restore"] = restore

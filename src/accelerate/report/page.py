@@ -19,7 +19,6 @@ def write_page(runs: Sequence[Run], now: float | None = None) -> str:
     """Returns the text of the page.
 
     Args:
-        runs: Runs that are compared, or a single run.
         now: Time at which the page is written, in seconds since the epoch. None uses the current time.
     """
     now = time.time() if now is None else now

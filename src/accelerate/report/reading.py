@@ -405,10 +405,6 @@ def _read_rank_times(run: Run, summary: RankTotals, record: RankTimes) -> None:
             run.slow[int(rank)] = max(run.slow.get(int(rank), 0.0), lag)
 
 
-def _read_attempt(run: Run, summary: RankTotals, record: Attempt) -> None:
-    run.timeline.attempts.append(record)
-
-
 _READERS: Mapping[type[Record], Any] = {
     Start: _read_start,
     End: _read_end,
@@ -418,5 +414,5 @@ _READERS: Mapping[type[Record], Any] = {
     Event: _read_event,
     Conclusion: _read_conclusion,
     RankTimes: _read_rank_times,
-    Attempt: _read_attempt,
+    Attempt: lambda run, summary, record: run.timeline.attempts.append(record),
 }

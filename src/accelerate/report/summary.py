@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from accelerate.report.reading import RecordGroups, Run
-from accelerate.report.series import Point, Series
+from accelerate.report.series import Series
 
 
 def summarize(run: Run) -> dict[str, Any]:
@@ -74,16 +74,12 @@ def _by_rank(by_rank: dict[int, Series]) -> dict[str, Any]:
         str(rank): {
             "count": series.count,
             "not_finite": series.invalid,
-            "last": _point(series.last),
-            "least": _point(series.least),
-            "greatest": _point(series.greatest),
+            "last": series.last and series.last._asdict(),
+            "least": series.least and series.least._asdict(),
+            "greatest": series.greatest and series.greatest._asdict(),
         }
         for rank, series in sorted(by_rank.items())
     }
-
-
-def _point(point: Point | None) -> dict[str, Any] | None:
-    return None if point is None else point._asdict()
 
 
 def _finite(value: object) -> Any:

@@ -38,18 +38,15 @@ def add_sections(parser: CustomArgumentParser) -> None:
 
 
 def _arguments(row: Option) -> dict[str, Any]:
-    arguments = {"action": row.action, "default": row.flag_default, "dest": row.name, "help": _help(row)}
+    text = row.help.replace("%", "%%")
+    if not all(choice in text for choice in row.choices):
+        text += f" One of: {', '.join(row.choices)}."
+    arguments = {"action": row.action, "default": row.flag_default, "dest": row.name, "help": text}
     if row.action.startswith("store_"):
         return arguments
     if row.action != "append" and row.choices:
         return {**arguments, "type": row.flag_type, "choices": row.choices, "metavar": "NAME"}
     return {**arguments, "type": row.flag_type, "metavar": METAVARS[row.kind]}
-
-
-def _help(row: Option) -> str:
-    text = row.help.replace("%", "%%")
-    spelled = all(choice in text for choice in row.choices)
-    return text if spelled else f"{text} One of: {', '.join(row.choices)}."
 
 
 def mark_given(parser: argparse.ArgumentParser, namespace: argparse.Namespace, args: Iterable[str]) -> None:

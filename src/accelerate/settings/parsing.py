@@ -38,7 +38,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Parses JSON."""
+    """Parses JSON with plain values, which are not nested too deeply."""
     try:
         content = json.loads(text)
     except RecursionError:

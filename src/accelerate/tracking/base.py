@@ -18,6 +18,8 @@ from accelerate.state import PartialState
 logger = get_logger(__name__)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Columns = list[str] | None
+Rows = list[list[Any]] | None
 
 REQUIRED = ("name", "requires_logging_directory", "tracker")
 
@@ -167,8 +169,8 @@ class TableTracker(LibraryTracker):
     def log_table(
         self,
         table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
+        columns: Columns = None,
+        data: Rows = None,
         dataframe: Any = None,
         step: int | None = None,
         **kwargs: Any,
@@ -187,16 +189,10 @@ class TableTracker(LibraryTracker):
         Raises:
             ConfigurationError: ClearML gets neither rows nor a data frame.
         """
-        self._log_table(table_name, columns, data, dataframe, step, kwargs)
+        self._log_table(table_name, columns, data, dataframe, step, **kwargs)
 
     def _log_table(
-        self,
-        name: str,
-        columns: list[str] | None,
-        data: list[list[Any]] | None,
-        dataframe: Any,
-        step: int | None,
-        kwargs: dict[str, Any],
+        self, name: str, columns: Columns, data: Rows, dataframe: Any, step: int | None, **kwargs: Any
     ) -> None:
         raise NotImplementedError
 

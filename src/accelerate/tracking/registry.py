@@ -27,7 +27,7 @@ TRACKERS: tuple[type[LibraryTracker], ...] = (
     runs.DVCLiveTracker,
     runs.SwanLabTracker,
 )
-"""The trackers that come with the package."""
+"""Trackers of `log_with="all"`, if their libraries are installed."""
 
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
     **{tracker.name: tracker for tracker in TRACKERS},

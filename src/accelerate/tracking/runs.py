@@ -10,7 +10,16 @@ from typing import Any
 
 from accelerate.base import PACKAGES, environ, is_tensorboard_available, require, wrong_value
 from accelerate.logging import get_logger
-from accelerate.tracking.base import LibraryTracker, Silence, TableTracker, flatten, on_main_process, plain
+from accelerate.tracking.base import (
+    Columns,
+    LibraryTracker,
+    Rows,
+    Silence,
+    TableTracker,
+    flatten,
+    on_main_process,
+    plain,
+)
 
 logger = get_logger(__name__)
 
@@ -70,13 +79,7 @@ class WandBTracker(_ImageTracker, TableTracker):
     name = package = "wandb"
 
     def _log_table(
-        self,
-        name: str,
-        columns: list[str] | None,
-        data: list[list[Any]] | None,
-        dataframe: Any,
-        step: int | None,
-        kwargs: dict[str, Any],
+        self, name: str, columns: Columns, data: Rows, dataframe: Any, step: int | None, **kwargs: Any
     ) -> None:
         table = import_module("wandb").Table(columns=columns, data=data, dataframe=dataframe)
         self.run.log({name: table}, step=step, **kwargs)
@@ -295,16 +298,10 @@ class ClearMLTracker(TableTracker):
                 continue
             inner = value if isinstance(value, dict) else {None: value}
             for series, number in inner.items():
-                self._log_number(report, name, series, number, step, kwargs)
+                self._log_number(report, name, series, number, step, **kwargs)
 
     def _log_number(
-        self,
-        report: Any,
-        name: str,
-        series: str | None,
-        number: object,
-        step: int | None,
-        kwargs: dict[str, Any],
+        self, report: Any, name: str, series: str | None, number: object, step: int | None, **kwargs: Any
     ) -> None:
         if not isinstance(number, int | float):
             self._warn_left_out(name, number)
@@ -334,13 +331,7 @@ class ClearMLTracker(TableTracker):
                 report.report_image(title=title, series=series_name, iteration=step, image=image, **kwargs)
 
     def _log_table(
-        self,
-        name: str,
-        columns: list[str] | None,
-        data: list[list[Any]] | None,
-        dataframe: Any,
-        step: int | None,
-        kwargs: dict[str, Any],
+        self, name: str, columns: Columns, data: Rows, dataframe: Any, step: int | None, **kwargs: Any
     ) -> None:
         if data is None and dataframe is None:
             raise wrong_value("data", data, "the table has no rows", "Pass data or dataframe")

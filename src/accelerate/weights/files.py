@@ -234,7 +234,6 @@ def _refused_name(value: object) -> str:
 
 
 def _explain_refusal(path: Target, error: pickle.UnpicklingError) -> str:
-
     match = re.search(r"GLOBAL (\S+)", str(error))
     if match is None:
         return f"{_name_of(path)} cannot be read: it is damaged, or no file of torch.save"
@@ -416,7 +415,7 @@ def _range_of(name: str, entry: dict[str, Any], data: int, size: int) -> Range:
 
 
 class WeightFile:
-    """File of weights."""
+    """Interface of a file of weights, from which single tensors are read."""
 
     path: Path
     shapes: Mapping[str, torch.Size]  # of all tensors by name, including aliases
@@ -438,12 +437,11 @@ class WeightFile:
 
 
 class SafetensorsFile(WeightFile):
-    """Safetensors file."""
+    """Safetensors file, which is open from the first read on."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._handle: Any = None
-
         handle = self._open()
         shapes = {name: torch.Size(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
         self._first = read_aliases(handle.metadata(), shapes.keys(), path)

@@ -156,13 +156,15 @@ def find_blocks(
 
     Args:
         whole: names of classes that are always one block.
-        opened: names of modules that are not blocks.
+        split: names of modules that are not blocks.
         repeated: whether the module is part of an entry of a list.
 
     Yields:
         Name, module, and whether the block includes the tensors of all submodules.
     """
-    is_block = type(module).__name__ in whole or (repeated and has_forward(module) and not _has_list(module))
+    is_block = type(module).__name__ in whole or (
+        repeated and all(has_forward(inner) and not isinstance(inner, LISTS) for inner in module.modules())
+    )
     if is_block and name not in split:
         if next(named_module_tensors(module, recurse=True), None) is not None:
             yield name, module, True
@@ -179,10 +181,6 @@ def find_blocks(
 def has_forward(module: nn.Module) -> bool:
     """Returns whether a module can be called, which lists of modules and bare `nn.Module`s cannot."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
-
-
-def _has_list(module: nn.Module) -> bool:
-    return any(isinstance(inner, LISTS) or not has_forward(inner) for inner in module.modules())
 
 
 def GatheredParameters(

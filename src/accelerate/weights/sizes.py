@@ -80,7 +80,6 @@ def compute_module_sizes(
     Args:
         model: the module; it may be on the meta device.
         dtype: dtype to which it will be converted (`tensor_bytes`).
-
         special_dtypes: dtypes of single tensors by name.
         buffers_only: whether to skip parameters.
     """
@@ -100,7 +99,6 @@ def compute_module_total_buffer_size(
 
     Args:
         model: the module.
-
         dtype: dtype to which it will be converted.
         special_dtypes: dtypes of single tensors by name.
     """

@@ -84,11 +84,9 @@ def _is_broken(entry: dict[str, Any]) -> bool:
         texts = (file, entry.get("weight_name", ""), entry.get("dtype", ""))
         return not all(isinstance(text, str) for text in texts) or "\0" in file
     shape = entry.get("shape")
-    return not (isinstance(entry.get("dtype"), str) and isinstance(shape, list) and all(map(_is_size, shape)))
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not isinstance(entry.get("dtype"), str) or not isinstance(shape, list):
+        return True
+    return any(type(size) is not int or size < 0 for size in shape)
 
 
 def read_weight_map(path: Path) -> dict[str, str]:

@@ -64,12 +64,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
 def default_command_parser(
     parser: Subparsers, parents: list[argparse.ArgumentParser]
 ) -> argparse.ArgumentParser:
-    """Adds the subcommand.
-
-    Args:
-        parser: Subparsers of ``accelerate config``.
-        parents: Parsers whose options the subcommand has, too.
-    """
+    """Adds the subcommand, which has the options of `parents`, too."""
     child = add_subcommand(parser, parents, "default", description, default_config_command)
     child.add_argument(
         "--config_file",

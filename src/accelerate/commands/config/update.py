@@ -43,12 +43,7 @@ def update_config(args: argparse.Namespace) -> str:
 def update_command_parser(
     parser: Subparsers, parents: list[argparse.ArgumentParser]
 ) -> argparse.ArgumentParser:
-    """Adds the subcommand.
-
-    Args:
-        parser: Subparsers of ``accelerate config``.
-        parents: Parsers whose options the subcommand has, too.
-    """
+    """Adds the subcommand, which has the options of `parents`, too."""
     child = add_subcommand(parser, parents, "update", description, update_config_command)
     add_config_file(child)
     return child

@@ -26,7 +26,6 @@ from accelerate.launch.failures import Exits, Kind, collect, find_first
 from accelerate.launch.machine import Machine, get_free_port, hold_loopback_store, run_key
 from accelerate.launch.plan import LaunchPlan, folder_of, local_command, torchrun_arguments
 from accelerate.settings import Settings
-from accelerate.settings.sections import LaunchSection
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -71,15 +70,10 @@ class LocalLauncher(Launcher):
 
 
 class Devices(NamedTuple):
-    """Devices of the processes of this node.
+    """Devices of the processes of this node."""
 
-    Attributes:
-        variable: Variable that selects devices, or None for the CPU.
-        ids: Device of each process, or none for the CPU.
-    """
-
-    variable: str | None = None
-    ids: tuple[str, ...] = ()
+    variable: str | None = None  # variable that selects devices, or None for the CPU
+    ids: tuple[str, ...] = ()  # device of each process, or none for the CPU
 
     def without(self, index: int) -> Devices:
         """Returns the devices without that of one process."""
@@ -219,11 +213,8 @@ class ElasticLauncher(Launcher):
     """Launcher that runs the processes of this node under the elastic agent, which restarts them."""
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> Devices:
-        launch = settings[LaunchSection]
-        if launch.cpu or not machine.has_accelerator:
-            return Devices()
-        ids = layout.device_ids(launch.gpu_ids) or tuple(map(str, range(machine.devices)))
-        return Devices(machine.hardware.visible_env, ids[: plan.local_processes])
+        ids = layout.used_devices(settings, machine, plan.local_processes)
+        return Devices(machine.hardware.visible_env, ids) if ids else Devices()
 
     def command(self, plan: LaunchPlan) -> list[str]:
         return ["torchrun", *torchrun_arguments(plan)]

@@ -66,29 +66,17 @@ LIGHTHOUSE = "lighthouse"
 
 
 class Groups(NamedTuple):
-    """Replica groups of a launch.
+    """Replica groups of a launch."""
 
-    Attributes:
-        words: Command that starts one of them, before the script.
-        target: Script and its arguments.
-        replicas: Number of replica groups on all nodes.
-        size: Number of processes of each.
-        min_replicas: Smallest number of replica groups that takes a step.
-        batch: Whether the global batch is constant or shrinks with the number of replica groups.
-        timeout: Timeout of one collective between replica groups, in seconds.
-        lighthouse: Address of a running lighthouse, or None.
-        devices: Ids of the devices of this node, of which each of its replica groups has its own, or none for
-            the CPU.
-    """
-
-    words: tuple[str, ...]
-    target: tuple[str, ...]
-    replicas: int
-    size: int
-    min_replicas: int
-    batch: str
-    timeout: int
-    lighthouse: str | None
+    words: tuple[str, ...]  # command that starts one of them, before the script
+    target: tuple[str, ...]  # script and its arguments
+    replicas: int  # number of replica groups on all nodes
+    size: int  # number of processes of each
+    min_replicas: int  # smallest number of replica groups that takes a step
+    batch: str  # whether the global batch is constant or shrinks with the number of replica groups
+    timeout: int  # timeout of one collective between replica groups, in seconds
+    lighthouse: str | None  # address of a running lighthouse, or None
+    # Ids of the devices of this node, of which each of its replica groups has its own, or none for the CPU.
     devices: tuple[str, ...]
 
     def command(self, index: int) -> list[str]:
@@ -99,21 +87,13 @@ class Groups(NamedTuple):
 
 @dataclass
 class Group:
-    """Processes of one replica group on this node.
+    """Processes of one replica group on this node."""
 
-    Attributes:
-        number: Index of the replica group.
-        child: Launcher of its processes.
-        futile: How often it has ended in succession after the same step, or without one.
-        num_steps: Number of steps that were committed when it ended last.
-        is_done: Whether its script has ended without an error.
-    """
-
-    number: int
-    child: subprocess.Popen[Any]
-    futile: int = 0
-    num_steps: int = 0
-    is_done: bool = False
+    number: int  # index of the replica group
+    child: subprocess.Popen[Any]  # launcher of its processes
+    futile: int = 0  # how often it has ended in succession after the same step, or without one
+    num_steps: int = 0  # number of steps that were committed when it ended last
+    is_done: bool = False  # whether its script has ended without an error
 
 
 @dataclass
@@ -176,7 +156,7 @@ class ReplicaLauncher(Launcher):
             recovery.replica_batch or "constant",
             recovery.replica_timeout or DEFAULT_TIMEOUT,
             recovery.lighthouse,
-            _devices(settings, machine, replicas * size // plan.machines),
+            layout.used_devices(settings, machine, replicas * size // plan.machines),
         )
 
     def command(self, plan: LaunchPlan) -> list[str]:
@@ -196,15 +176,6 @@ class ReplicaLauncher(Launcher):
                 children.kill_trees(group.child.pid for group in ending.groups if group.child.poll() is None)
                 if lighthouse is not None:
                     lighthouse.shutdown()
-
-
-def _devices(settings: Settings, machine: Machine, processes: int) -> tuple[str, ...]:
-    """Returns the ids of the devices of the processes of this node."""
-    launch = settings[LaunchSection]
-    if launch.cpu or not machine.has_accelerator:
-        return ()
-    ids = layout.device_ids(launch.gpu_ids) or [str(index) for index in range(machine.devices)]
-    return tuple(ids[:processes])
 
 
 def _open_run(plan: LaunchPlan, groups: Groups) -> tuple[Any, Any, dict[str, str]]:

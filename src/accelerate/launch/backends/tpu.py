@@ -108,7 +108,11 @@ class TpuPodLauncher(Launcher):
         if not pod.tpu_name:
             fix = "Write it into the configuration file, with tpu_zone"
             raise wrong_value("tpu_name", None, "the hosts of a pod are found by its name", fix)
-        variables = {**plan.environment, **_given_variables(pod.env or ())}
+        given = [pair.partition("=") for pair in pod.env or ()]
+        for name, equals, _ in given:
+            if not equals:
+                raise wrong_value("--env", name, "it has no value", "Write NAME=value")
+        variables = {**plan.environment, **{name: text for name, _, text in given}}
         remote = settings.replaced(FLAG, tpu_use_cluster=False)
         inner = accelerate_command(remote, plan.target, "tpu_use_sudo", "vm", "env")
         start = [*(("sudo", "-E") if pod.tpu_use_sudo else ()), "accelerate-launch", *inner[3:]]
@@ -118,13 +122,6 @@ class TpuPodLauncher(Launcher):
             fix = "Install such a torch_xla, or leave --vm out to use all hosts"
             raise wrong_value("--vm", ",".join(pod.vm), f"choosing hosts needs {POD_MODULE}", fix)
         return Command(tuple(_by_gcloud(pod, variables, start)))
-
-
-def _given_variables(pairs: tuple[str, ...]) -> dict[str, str]:
-    for pair in pairs:
-        if "=" not in pair:
-            raise wrong_value("--env", pair, "it has no value", "Write NAME=value")
-    return {name: text for name, _, text in (pair.partition("=") for pair in pairs)}
 
 
 def _by_module(pod: TpuSection, variables: Mapping[str, str], start: list[str]) -> list[str]:

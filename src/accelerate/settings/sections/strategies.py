@@ -35,21 +35,15 @@ def _without_own_file(answers: Mapping[str, Any]) -> bool:
     return not answers["deepspeed_config_file"]
 
 
-def _shards_gradients(answers: Mapping[str, Any]) -> bool:
-    return _without_own_file(answers) and (answers["zero_stage"] or 0) >= 2
-
-
-def _shards_parameters(answers: Mapping[str, Any]) -> bool:
-    return _without_own_file(answers) and answers["zero_stage"] == 3
-
-
-def _starts_by_hostfile(answers: Mapping[str, Any]) -> bool:
-    return several_machines(answers) and answers["deepspeed_multinode_launcher"] != "standard"
-
-
 _inline_option = partial(optional, when=_without_own_file)
-_zero3_option = partial(optional, when=_shards_parameters)
-_hostfile_option = partial(optional, env=(), when=_starts_by_hostfile)
+_zero3_option = partial(
+    optional, when=lambda answers: _without_own_file(answers) and answers["zero_stage"] == 3
+)
+_hostfile_option = partial(
+    optional,
+    env=(),
+    when=lambda answers: several_machines(answers) and answers["deepspeed_multinode_launcher"] != "standard",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +74,7 @@ class DeepSpeedSection(Section):
         "Where optimizer states are kept: none, cpu or nvme.",
         ask="Where are optimizer states kept?",
         offers=DEVICES,
-        when=_shards_gradients,
+        when=lambda answers: _without_own_file(answers) and (answers["zero_stage"] or 0) >= 2,
     )
     offload_param_device: str | None = _zero3_option(
         "Where parameters are kept: none, cpu or nvme.", ask="Where are parameters kept?", offers=DEVICES

@@ -59,21 +59,13 @@ class Progress:
 
 
 class Process(NamedTuple):
-    """Position of this process in the run.
+    """Position of this process in the run."""
 
-    Attributes:
-        group: Index of its replica group.
-        num_groups: Number of replica groups.
-        rank: Rank in the replica group.
-        size: Number of processes of a replica group.
-        attempt: How often all processes have been started again.
-    """
-
-    group: int
-    num_groups: int
-    rank: int
-    size: int
-    attempt: int
+    group: int  # index of its replica group
+    num_groups: int  # number of replica groups
+    rank: int  # rank in the replica group
+    size: int  # number of processes of a replica group
+    attempt: int  # how often all processes have been started again
 
     @property
     def file(self) -> str:
@@ -99,10 +91,7 @@ class Failures:
     """Failures of a run, each of which happens once.
 
     Args:
-        folder: Folder of the run.
         places: Place of each failure, in order.
-        process: Position of this process.
-        log: Log of this process.
     """
 
     def __init__(self, folder: Path, places: Sequence[str], process: Process, log: Log) -> None:
