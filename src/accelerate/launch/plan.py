@@ -204,16 +204,13 @@ def record_failures(plan: LaunchPlan, folder: Path) -> LaunchPlan:
         return plan
     prefix = ("-m",) if plan.target.kind == "module" else ()
     target = Target("script", str(ENTRY), (*prefix, plan.target.name, *plan.target.arguments))
-    added = {FOLDER_VARIABLE: str(folder), environ.RUN_ID: _run_id(), environ.PARENT: str(os.getpid())}
+    variables = environ.current()
+    # A replica group has the identifier of the launcher of all groups.
+    run_id = (run_id_of(variables) if environ.REPLICA in variables else None) or new_run_id()
+    added = {FOLDER_VARIABLE: str(folder), environ.RUN_ID: run_id, environ.PARENT: str(os.getpid())}
     if plan.rendezvous.log_dir or plan.rendezvous.tee != "0":
         added[VERBOSE_VARIABLE] = "1"
     return replace(plan, target=target, environment={**plan.environment, **added})
-
-
-def _run_id() -> str:
-    """Returns the identifier of the run, which is that of the launcher of all groups for a replica group."""
-    variables = environ.current()
-    return (run_id_of(variables) if environ.REPLICA in variables else None) or new_run_id()
 
 
 def folder_of(plan: LaunchPlan) -> Path | None:

@@ -122,13 +122,17 @@ def apply_torchrun_variables(settings: Settings, environ: Mapping[str, str]) -> 
 
     has_machines = settings.source("num_machines") == FLAG
     is_alone = has_machines and settings[LaunchSection].num_machines == 1
+    endpoint = environ.get(PET_ENDPOINT, "")
+    host, _, port = endpoint.rpartition(":") if ":" in endpoint.rpartition("]")[2] else (endpoint, "", "")
     variables = [
-        (variable, name, environ.get(variable, ""))
-        for variable, name in PET_VARIABLES.items()
-        if not (name == "nnodes" and has_machines)
+        # The endpoint comes first, because the variables of its two parts take precedence.
+        (PET_ENDPOINT, "main_process_ip", host.strip("[]")),
+        (PET_ENDPOINT, "main_process_port", port),
+        *((variable, name, environ.get(variable, "")) for variable, name in PET_VARIABLES.items()),
     ]
-    # The endpoint comes first, because the variables of its two parts take precedence.
-    for variable, name, text in (*_endpoint(environ.get(PET_ENDPOINT, "")), *variables):
+    for variable, name, text in variables:
+        if name == "nnodes" and has_machines:
+            continue
         if text and settings.source(name) != FLAG and not (is_alone and name in _RENDEZVOUS):
             settings = settings.replaced(variable, **{name: all_options()[name].read(text, variable)})
     settings = _apply_nnodes(settings)
@@ -141,11 +145,6 @@ def apply_torchrun_variables(settings: Settings, environ: Mapping[str, str]) -> 
     if count < 1:
         raise wrong_value(PET_PROCESSES, text, "at least one process is needed", "Use 1 or more")
     return settings.replaced(PET_PROCESSES, num_processes=count * settings[LaunchSection].num_machines)
-
-
-def _endpoint(text: str) -> tuple[tuple[str, str, str], ...]:
-    host, _, port = text.rpartition(":") if ":" in text.rpartition("]")[2] else (text, "", "")
-    return (PET_ENDPOINT, "main_process_ip", host.strip("[]")), (PET_ENDPOINT, "main_process_port", port)
 
 
 def _apply_nnodes(settings: Settings) -> Settings:

@@ -74,23 +74,19 @@ def layer(namespace: argparse.Namespace) -> Layer:
     """
     values: dict[str, Any] = {}
     problems: list[str] = []
+    given = getattr(namespace, "given", None)
     for name, row in all_options().items():
-        if not _is_set(row, namespace):
+        value = getattr(namespace, name, None)
+        if value in (None, row.flag_default) if given is None else name not in given:
             continue
         try:
             where = next((flag for flag in row.flags if flag.startswith("--")), name)
-            values[name] = row.read(getattr(namespace, name), where)
+            values[name] = row.read(value, where)
         except ValueError as error:
             problems.append(str(error))
     refuse_all(problems)
     retired = (name for name in RETIRED if getattr(namespace, name, None))
     return Layer(FLAG, values, tuple(f"--{name} has no effect: {RETIRED[name]}" for name in retired))
-
-
-def _is_set(row: Option, namespace: argparse.Namespace) -> bool:
-    if (marked := getattr(namespace, "given", None)) is not None:
-        return row.name in marked
-    return getattr(namespace, row.name, None) not in (None, row.flag_default)
 
 
 def words(settings: Settings, *left_out: str) -> list[str]:

@@ -231,17 +231,13 @@ class Section:
         """Returns the options of the section in the order of declaration."""
         hints = typing.get_type_hints(cls)
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-        return tuple(_row(cls, field, _kind_of(hints[field.name])) for field in fields)
+        return tuple(_row(cls, field, hints[field.name]) for field in fields)
 
 
-def _kind_of(hint: Any) -> type:
-    """Returns the plain type of an annotation, such as `int` for `int | None`."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+def _row(section: type[Section], field: dataclasses.Field[Any], hint: Any) -> Option:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):  # `int | None`
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
-    return typing.get_origin(hint) or hint  # type: ignore[no-any-return]
-
-
-def _row(section: type[Section], field: dataclasses.Field[Any], kind: type) -> Option:
+    kind: type = typing.get_origin(hint) or hint
     declared, default = dict(field.metadata), field.default
     is_word = kind is bool and section.takes_words and "flag_type" not in declared
     is_switch = kind is bool and not is_word and "flag_type" not in declared
