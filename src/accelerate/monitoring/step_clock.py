@@ -157,7 +157,7 @@ class ClosedWindow:
     time: float  # of the end, in seconds since the epoch
     last: int  # number of the last step, from 1, over all starts of a run
     times: StepTimes
-    values: dict[str, Any]  # loss and gradient_norm of the last step, as they were passed
+    values: dict[str, Tensor]  # loss and gradient_norm of the last step, as they were passed
     recovery: dict[str, float] = field(default_factory=dict)  # as in `Window`
 
 

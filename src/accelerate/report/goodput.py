@@ -156,10 +156,11 @@ def measure_goodput(timeline: Timeline, last_time: float) -> Goodput | None:
     by_span = _by_span(spans, list(timeline.steps()))
     resumed = math.inf  # number of steps with which the next attempt begins
     seconds_by, lost_by_cause = dict.fromkeys(PARTS, 0.0), dict[str, float]()
-    for (begin, end, attempt), steps in reversed(list(zip(spans, by_span, strict=True))):
+    for span, steps in reversed(list(zip(spans, by_span, strict=True))):
+        begin, end, attempt = span
         first = steps[0].end - steps[0].seconds if steps else end  # a later load is part of a step
         restore = sum(seconds for time, seconds in timeline.restores if begin < time <= first)
-        parts = _divide(begin, end, steps, restore, resumed, attempt)
+        parts = _divide(span, steps, restore, resumed)
         for name, seconds in parts.items():
             seconds_by[name] += seconds
         not_committed = sum(window.not_committed for window in steps)
@@ -190,23 +191,15 @@ def _by_span(spans: list[Span], steps: list[Steps]) -> list[list[Steps]]:
     return by_span
 
 
-def _divide(
-    begin: float,
-    end: float,
-    steps: list[Steps],
-    restore: float,
-    resumed: float,
-    attempt: Attempt | None,
-) -> dict[str, float]:
+def _divide(span: Span, steps: list[Steps], restore: float, resumed: float) -> dict[str, float]:
     """Returns the seconds of each part of an attempt.
 
     Args:
-        begin: Begin of the attempt, in seconds since the epoch.
         restore: Seconds in which it loaded checkpoints.
         resumed: Number of steps with which the next attempt begins, after which steps are lost.
     """
-    parts = dict.fromkeys(PARTS, 0.0)
-    parts["restore"] = restore
+    begin, end, attempt = span
+    parts = {**dict.fromkeys(PARTS, 0.0), "restore": restore}
     first = steps[0].end - steps[0].seconds if steps else end
     has_failed = attempt is not None and attempt.rank >= 0
     failed = attempt.failed if attempt is not None and has_failed and attempt.failed > begin else end

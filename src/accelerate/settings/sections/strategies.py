@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from accelerate.base import (
     DEEPSPEED_MULTINODE_LAUNCHERS,
@@ -322,6 +322,12 @@ class _MeshSection(Section):
     field_prefix = "parallelism_config_"
     switch = "--use_parallelism_config"
     env_prefix = ""
+    size: ClassVar[str] = ""  # option with the size of its dimension, or empty for all dimensions
+
+    @classmethod
+    def active(cls, values: Mapping[str, Any]) -> bool:
+        """Returns whether the mesh has the dimension of the section."""
+        return bool(values["use_parallelism_config"]) and (not cls.size or (values[cls.size] or 1) > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,7 +374,8 @@ class ParallelismSection(_MeshSection):
 class PipelineSection(_MeshSection):
     """Details of pipeline parallelism."""
 
-    switch = "--parallelism_config_pp_size above 1"
+    size = "parallelism_config_pp_size"
+    switch = f"--{size} above 1"
 
     parallelism_config_pp_schedule: str = option(
         "1f1b",
@@ -377,17 +384,13 @@ class PipelineSection(_MeshSection):
     )
     parallelism_config_pp_microbatches: int = option(8, "Micro-batches into which a pipeline splits a batch.")
 
-    @classmethod
-    def active(cls, values: Mapping[str, Any]) -> bool:
-        """Returns whether layers are sharded over a pipeline."""
-        return ParallelismSection.active(values) and (values["parallelism_config_pp_size"] or 1) > 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallelSection(_MeshSection):
     """Details of context parallelism."""
 
-    switch = "--parallelism_config_cp_size above 1"
+    size = "parallelism_config_cp_size"
+    switch = f"--{size} above 1"
 
     parallelism_config_cp_comm_strategy: str = option(
         "allgather",
@@ -396,17 +399,13 @@ class ContextParallelSection(_MeshSection):
         offers=("allgather", "alltoall"),
     )
 
-    @classmethod
-    def active(cls, values: Mapping[str, Any]) -> bool:
-        """Returns whether sequences are sharded over a context-parallel dimension."""
-        return ParallelismSection.active(values) and values["parallelism_config_cp_size"] > 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceParallelSection(_MeshSection):
     """Details of Ulysses sequence parallelism."""
 
-    switch = "--parallelism_config_sp_size above 1"
+    size = "parallelism_config_sp_size"
+    switch = f"--{size} above 1"
 
     parallelism_config_sp_seq_length: int | None = optional(
         "Length of the sequences, where all have the same.", flag_type=str, spell=str
@@ -419,8 +418,3 @@ class SequenceParallelSection(_MeshSection):
         "Attention used with sequence parallelism: sdpa, flash_attention_2 or flash_attention_3.",
         offers=("sdpa", "flash_attention_2", "flash_attention_3"),
     )
-
-    @classmethod
-    def active(cls, values: Mapping[str, Any]) -> bool:
-        """Returns whether sequences are sharded over a sequence-parallel dimension."""
-        return ParallelismSection.active(values) and values["parallelism_config_sp_size"] > 1
