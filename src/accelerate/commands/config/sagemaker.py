@@ -87,7 +87,7 @@ def get_sagemaker_input(
     mapping = as_mapping(answers)
     if is_boto3_available() and prompt.confirm(CREATE_ROLE, False):
         _create_iam_role_for_sagemaker(mapping["iam_role_name"])
-        mapping["iam_role_name"] = str(_iam().get_role(RoleName=mapping["iam_role_name"])["Role"]["Arn"])
+        mapping["iam_role_name"] = _get_iam_role_arn(mapping["iam_role_name"])
     mapping["compute_environment"] = ComputeEnvironment.AMAZON_SAGEMAKER
     mapping.setdefault("use_cpu", False)
     mapping.setdefault("debug", False)
@@ -104,6 +104,11 @@ def _create_iam_role_for_sagemaker(role_name: str) -> None:
     client.put_role_policy(
         RoleName=role_name, PolicyName=f"{role_name}_policy_permission", PolicyDocument=json.dumps(POLICY)
     )
+
+
+def _get_iam_role_arn(role_name: str) -> str:
+    """Returns the ARN of a role, under the name that client programs import."""
+    return str(_iam().get_role(RoleName=role_name)["Role"]["Arn"])
 
 
 def _iam() -> Any:
