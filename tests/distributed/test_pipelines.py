@@ -672,8 +672,22 @@ class Activated(Reordered):
         self.blocks = nn.ModuleList(blocks)
 
 
+class Aliased(Reordered):
+    """A net whose list has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = self.blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        logits: Tensor = self.head(x)
+        return logits
+
+
 KINDS = (Skipping, Reordered, Nested, Common, Recurrent, Chained, Alternating, Queried, Scaled, Cached)
-KINDS += (Reversed, Unordered, Activated)
+KINDS += (Reversed, Unordered, Activated, Aliased)
 ORDERS = {kind.__name__: kind for kind in KINDS}
 
 

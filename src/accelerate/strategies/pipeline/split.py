@@ -95,14 +95,17 @@ def split_model(model: nn.Module, num_stages: int, split: str | Sequence[str]) -
         candidates = starts = _checked(model, num_stages, split)
     containers = _containers_of(model, candidates)
     names = list(_submodule_names(model, containers))
+    first = _first_names(model, names)
+    first_starts = {first[name] for name in starts}
     submodules: dict[nn.Module, Submodule] = {}
     stage = 0
     for name in names:
-        stage += name in starts
+        stage += name in first_starts and first[name] == name
         module = model.get_submodule(name)
         submodule = submodules.setdefault(module, Submodule([], module))
         submodule.names.append(name)
-        submodule.stages.add(stage)
+        if first[name] == name:
+            submodule.stages.add(stage)
     begins = [submodules[model.get_submodule(name)] for name in starts]
     return Split(list(submodules.values()), begins, containers)
 
@@ -230,6 +233,16 @@ def _submodule_names(model: nn.Module, containers: Sequence[str]) -> Iterator[st
     return (name for name in _walk(model, inner) if name not in inner)
 
 
+def _first_names(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """Returns for each name the first name of the same entry, such as of a list with two names."""
+    first: dict[tuple[nn.Module, str], str] = {}
+    found = {}
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        found[name] = first.setdefault((model.get_submodule(parent), last), name)
+    return found
+
+
 def _walk(model: nn.Module, containers: Collection[str]) -> Iterator[str]:
     """Yields the names of the modules in a model and in containers, tied ones by each of their names."""
     return chain.from_iterable(_parts(model, containers, "", ()))
@@ -270,8 +283,13 @@ def _balanced(model: nn.Module, candidates: Sequence[str], num_stages: int) -> l
     names = list(_submodule_names(model, _containers_of(model, candidates)))
     layers = set(candidates)
     modules = [model.get_submodule(name) for name in names]
-    calls = Counter(modules)
-    positions = [i for i, name in enumerate(names) if name in layers and i > 0 and calls[modules[i]] == 1]
+    first = _first_names(model, names)
+    num_places = Counter(module for name, module in zip(names, modules, strict=True) if first[name] == name)
+    positions = [
+        i
+        for i, name in enumerate(names)
+        if i > 0 and name in layers and first[name] == name and num_places[modules[i]] == 1
+    ]
     if len(positions) < num_stages - 1:
         raise PreparationError(
             f"{type(model).__name__} cannot be split into {num_stages} stages: a stage begins at a module of "
