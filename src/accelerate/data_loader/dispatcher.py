@@ -34,7 +34,7 @@ from accelerate.data_loader.samplers import first_number
 from accelerate.devices import of_device
 from accelerate.nested import ignorant_find_batch_size
 from accelerate.ops import Transport, current_transport
-from accelerate.state import GradientState, PartialState, closed_at_exit, run_observers
+from accelerate.state import GradientState, Observers, PartialState, closed_at_exit, run_observers
 
 
 class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
@@ -106,11 +106,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         for observe in observers.pass_begun:
             observe(self)
         try:
-            for batch in self._own_parts(current_transport()):
-                for observe in observers.batch_read:
-                    observe(ignorant_find_batch_size(batch) or 0)
-                yield batch
-                end_use(self, observers)
+            yield from self._own_parts(current_transport(), observers)
         finally:
             for observe in observers.pass_ended:
                 observe(self)
@@ -124,19 +120,23 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             choose = partial(choose_move, self.device, self._non_blocking)
             yield from yield_batches(self, batches, mark, padding_record, number, choose)
 
-    def _own_parts(self, transport: Transport) -> Iterator[Any]:
+    def _own_parts(self, transport: Transport, observers: Observers) -> Iterator[Any]:
         """Yields the part of this process of each global batch, on its device."""
         with PassContext(self), closing(self._receive_own(transport)) as received:
             if transport.rank:  # no order is drawn here
                 order_is_drawn = self.tracker.begin(self, self.start.position)
                 self._draw_base_seed()
                 order_is_drawn()
-            move, is_first = None, True
+            move, batches_per_step, is_first = None, self.plan.batches_per_step, True
             for batch in received:
-                self._record(batch)
+                self._record(batch, batches_per_step)
                 if is_first:
                     move, is_first = choose_move(self.device, self._non_blocking, batch.part), False
-                yield batch.part if move is None else move(batch.part)
+                part = batch.part if move is None else move(batch.part)
+                for observe in observers.batch_read:
+                    observe(self.batch_rows or 0)
+                yield part
+                end_use(self, observers)
 
     def _draw_base_seed(self) -> None:
         """Draws the seed that torch's iterator draws on rank 0, so that all generators stay equal.
@@ -150,7 +150,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         if not self.start.position.is_over:
             torch.empty((), dtype=torch.int64).random_(generator=self.base_dataloader.generator)
 
-    def _record(self, batch: ReceivedBatch) -> None:
+    def _record(self, batch: ReceivedBatch, batches_per_step: int) -> None:
         """Sets the attributes of the loader for a batch."""
         self.set_counts(batch.counts, ignorant_find_batch_size(batch.part))
         if batch.state is not None:
@@ -158,8 +158,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         if batch.is_last:
             self.end_of_dataloader = True
             self.remainder = last_remainder(self)
-        taken = self.plan.batches_per_step
-        self.tracker.position = self.position.after_batch(taken, batch.is_last)
+        self.tracker.position = self.position.after_batch(batches_per_step, batch.is_last)
 
     def _builder(self) -> GlobalBatchBuilder:
         groups, split = self.plan.groups, self.split_batches

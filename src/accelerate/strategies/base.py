@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -212,7 +213,9 @@ class Strategy:
                 "skip_nonfinite_updates", True, "the engine of this run holds the gradients", "Leave it out"
             )
         scaler = self.precision.scaler
-        if scaler is not None and (_divides_models(self) or _any_distributed(_parameters_of(optimizer))):
+        if scaler is not None and (
+            _divides_models(self) or _any_distributed(list(_parameters_of(optimizer)))
+        ):
             torch_private.unscale_shards(scaler)
         prepared = AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=scaler)
         if self.replicas > 1:
@@ -429,9 +432,14 @@ def _divides_models(strategy: Strategy) -> bool:
     return any(layer.divides_models for layer in strategy.layers)
 
 
-def _any_distributed(parameters: Iterable[Tensor]) -> bool:
+_gradient_of = attrgetter("grad")  # `map` with it runs no bytecode for each parameter
+_PLAIN_KINDS: set[type] = {Tensor, nn.Parameter, type(None)}
+
+
+def _any_distributed(parameters: Sequence[Tensor]) -> bool:
     """Returns whether a parameter or gradient is a DTensor, which torch does not clip with plain tensors."""
-    return any(is_dtensor(parameter) or is_dtensor(parameter.grad) for parameter in parameters)
+    kinds = {*map(type, parameters), *map(type, map(_gradient_of, parameters))}
+    return any(hasattr(kind, "full_tensor") for kind in kinds - _PLAIN_KINDS)
 
 
 def refuse_sharded_model(model: nn.Module, fix: str) -> None:
