@@ -75,7 +75,7 @@ class CheckpointReader:
     names: Collection[str] | None = None  # files of its manifest; None for a checkpoint without one
     is_fast: bool = False  # whether it is in the fast tier, with the files that the ranks of this node read
     map_file: MapFile | None = None  # returns the memory map of a file of the fast tier
-    plans: dict[str, Any] = field(default_factory=dict)  # `ShardPlan` of each folder, from `shards_read`
+    plans: dict[str, Any] = field(default_factory=dict)  # `ShardPlan` of each folder, from `files_of_rank`
     requested: set[str] = field(default_factory=set)  # names that parts have looked for
     confirm: Callable[[], None] = lambda: None  # raises if another save has replaced the folder
 
