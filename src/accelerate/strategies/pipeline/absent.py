@@ -69,7 +69,9 @@ class AbsentTensor(Tensor):
 
 def absent_tensor(tensor: Tensor, layer: str, device: torch.device) -> AbsentTensor:
     """Returns a tensor in place of one that this rank does not have."""
-    absent: Any = torch.empty_like(tensor, device="meta").as_subclass(AbsentTensor)
+    # Of a DTensor, such as those of experts, torch would make another one.
+    plain = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    absent: Any = plain.as_subclass(AbsentTensor)
     absent.layer, absent.rank_device = layer, device
     if isinstance(tensor, nn.Parameter):
         absent = nn.Parameter(absent, tensor.requires_grad)
