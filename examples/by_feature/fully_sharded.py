@@ -11,6 +11,7 @@ from pathlib import Path
 
 from digits_task import build_model, build_optimizer, load_images, measure_accuracy, parse_arguments
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -32,7 +33,8 @@ def main() -> None:
     model, optimizer, train_loader, test_loader = accelerator.prepare(
         model, build_optimizer(model), train_loader, test_loader
     )
-    here = sum(parameter.to_local().numel() for parameter in model.parameters())
+    parts = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
+    here = sum(part.numel() for part in parts)
     accelerator.print(f"{here} of {num_parameters} parameters are on the first process")
 
     for _ in range(arguments.num_epochs):

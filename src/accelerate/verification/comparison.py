@@ -315,7 +315,8 @@ def _compare_norms(
         ranks = ", ".join(f"{norm:.6g} on rank {rank}" for rank, norm in enumerate(norms))
         cause = (
             "Gradients are not averaged over the ranks: call the prepared model, not its `module`, and "
-            "accelerator.backward(loss)."
+            "accelerator.backward(loss). Ranks of LocalSGD and DiLoCo train separately, so one process is no "
+            "reference for them."
         )
         yield Finding(number, "gradient norm", f"the gradient norm is {ranks}", cause)
         return
