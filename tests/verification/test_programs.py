@@ -47,14 +47,14 @@ EXAMPLES = [
             "exact_metrics",
             "fully_sharded",
             "gradient_accumulation",
-            "memory",
+            "multiple_models",
             "profiler",
             "tracking",
         )
     ),
     *(f"by_task/{name}.py" for name in ("audio", "diffusion", "language_model", "reinforcement")),
 ]
-"""Examples that train replicas, and not ranks that differ by intent."""
+"""Examples that train replicas, and choose nothing by the size of a batch."""
 LIBRARIES = {
     "transformer": "transformers",
     "experts": "transformers",
