@@ -122,7 +122,7 @@ STRATEGIES = (
     *("batches", "bundle", "mistakes", "module_state", "tolerances", "views", "explained_ddp", "matrix_plan"),
     *("dtensors", "session", "request", "matrix_states", "state", "dtensor_state", "layer"),
     *("axes", "pipeline", "sharded_models"),
-    *("base", "compilation", "recomputation", "replicas", "matrix_owners", "composition"),
+    *("base", "compilation", "recomputation", "isolation", "replicas", "matrix_owners", "composition"),
     *("fsdp", "ddp", "deepspeed", "megatron", "xla"),
     "resolve",
 )

@@ -963,6 +963,32 @@ class Accelerator(ProcessControl):
             buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers
         )
 
+    def check_isolation(self, model: nn.Module, batch: Any, boundaries: Any = None) -> None:
+        """Raises an error if the documents of packed sequences in a batch affect each other.
+
+        A model keeps documents apart if the outputs of each have no gradient by the input embeddings of the
+        others. This is computed by two forward and backward passes, for any attention, convolution or
+        recurrent layer. Weights, gradients, buffers and random generators do not change. Auxiliary losses and
+        the capacity of experts couple documents, and are left out, because outputs alone are followed.
+        `DataLoaderConfiguration(check_packing=True)`, the default, checks the first batch whose
+        `position_ids` restart.
+
+        Called on all ranks, outside of `maybe_context_parallel`.
+
+        Args:
+            model: A prepared model.
+            batch: Inputs of the model: a mapping of keyword arguments, a sequence of arguments, or a tensor.
+                Its sequences have shape (rows, length).
+            boundaries: Cumulative lengths of documents, of shape (documents + 1,), or the number of the
+                document of each position, of shape (rows, length), with -1 for padding. None reads
+                `cu_seqlens`, `seq_idx`, numbers in `attention_mask`, or `position_ids` that restart.
+
+        Raises:
+            PreparationError: Documents affect each other, or the model is divided among ranks.
+            ConfigurationError: The batch has no boundaries, or they do not fit it.
+        """
+        strategies.check_isolation(self._runtime.strategy, model, batch, boundaries)
+
     def average(
         self,
         model: nn.Module,

@@ -117,6 +117,8 @@ class DataLoaderConfiguration:
             them, False shards them. None does not change a loader if `num_replicas` and `rank` of its
             sampler, batch sampler or iterable dataset are those of the process, as with
             `torch.utils.data.DistributedSampler`, and shards it otherwise.
+        check_packing: Whether the first training batch whose `position_ids` restart is computed twice more,
+            to raise an error if its documents affect each other. See `Accelerator.check_isolation`.
     """
 
     split_batches: bool = False
@@ -128,6 +130,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
     use_constant_memory_sampler: bool = False
     already_sharded: bool | None = None
+    check_packing: bool = True
 
 
 @dataclass

@@ -26,6 +26,7 @@ from accelerate.strategies.fsdp import (
     ReplicatedTensorParallel as ReplicatedTensorParallel,
     TensorParallel as TensorParallel,
 )
+from accelerate.strategies.isolation import check_isolation as check_isolation
 from accelerate.strategies.layer import Layer as Layer
 from accelerate.strategies.mistakes import (
     find_unrelated_optimizers as find_unrelated_optimizers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
@@ -85,6 +86,18 @@ def _steps_matrices(strategy: Strategy, obj: Any, requested: bool | None) -> boo
     return needs_whole_matrices(obj.optimizer) if requested is None else requested
 
 
+def _may_be_packed(strategy: Strategy, obj: Any, requested: bool | None) -> bool:
+    """Returns whether the first batch of a model with positions is checked, which each rank computes."""
+    if not isinstance(obj, nn.Module) or not strategy.context.request.dataloader_config.check_packing:
+        return False
+    if any(_has(axis)(strategy) for axis in (MeshAxis.PP, MeshAxis.CP, MeshAxis.SP)):
+        return False
+    kinds: set[Any] = set(map(type, obj.modules()))
+    forwards = (inspect.unwrap(kind.forward) for kind in kinds)
+    codes = (getattr(forward, "__code__", None) for forward in forwards)
+    return any(code is not None and "position_ids" in code.co_varnames for code in codes)
+
+
 LAYERS = (
     Row("pipeline.KeptStructures", "keeps structures of models before they are split", _compares_pipelines),
     Row("axes.ContextAxis", "splits sequences, with attention over all ranks", _has(MeshAxis.CP)),
@@ -96,6 +109,7 @@ LAYERS = (
     Row("recomputation.Recomputation", "computes activations again in backward", _recomputes),
     Row("compilation.Compilation", "compiles models", _never, _is_compiled),
     Row("matrix_owners.WholeMatrices", "steps parameters as a whole", _never, _steps_matrices),
+    Row("isolation.PackingCheck", "checks that packed documents are apart", _never, _may_be_packed),
 )
 """Layers in their order."""
 

@@ -1,0 +1,515 @@
+"""Check that the documents of packed sequences do not affect each other.
+
+A model keeps documents apart if the outputs of a document have no gradient by the input embeddings of the
+others. This holds for attention with document masks, and for convolutions and recurrent layers that begin
+anew with each document, and needs no knowledge of the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+
+from accelerate import rng, torch_private
+from accelerate.base import ConfigurationError, PreparationError
+from accelerate.ops import current_transport, is_dtensor
+from accelerate.strategies.base import Strategy
+from accelerate.strategies.dtensors import clean_name
+from accelerate.strategies.layer import Layer, WeakStrategy
+from accelerate.strategies.module_state import ModuleState
+
+LENGTHS = ("cu_seqlens", "cu_seq_lens_q", "cu_seqlens_q")
+"""Names of cumulative lengths of documents in a batch."""
+DOCUMENTS = ("seq_idx", "document_ids", "sequence_ids")
+"""Names of the number of the document of each position in a batch."""
+NONE = -1
+"""Number of positions of padding, which belong to no document."""
+POSITIONS = "positions"
+"""Kind of a leak that is no module."""
+MIN_COUNTED = 3
+"""Length from which indices that increase by 1 are taken for positions."""
+
+
+class Leak(NamedTuple):
+    """A module whose outputs for a document depend on another document.
+
+    Attributes:
+        module: Name of the first such module, or "" for the code of the model itself.
+        kind: Name of its class.
+    """
+
+    module: str
+    kind: str
+
+
+def documents_of(batch: Any, boundaries: Any = None) -> Tensor | None:
+    """Returns the number of the document of each position of a batch, or None if the batch has no boundaries.
+
+    Args:
+        batch: Inputs of a model: a mapping, a sequence or a tensor, whose tensors begin with (rows, length).
+        boundaries: Cumulative lengths, as `cu_seqlens` of shape (documents + 1,), or the number of the
+            document of each position, of shape (rows, length), with -1 for padding. By default the batch has
+            `cu_seqlens`, `seq_idx`, an `attention_mask` with numbers of documents, or `position_ids` that
+            restart.
+
+    Returns:
+        Integers of shape (rows, length), in which neighbors differ where a document begins.
+
+    Raises:
+        ConfigurationError: The boundaries do not fit the batch.
+    """
+    rows, length = _shape_of(batch)
+    values: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {}
+    documents = _given(boundaries, rows, length) if boundaries is not None else None
+    if documents is None:
+        named = [values[name] for name in (*LENGTHS, *DOCUMENTS) if isinstance(values.get(name), Tensor)]
+        documents = _given(named[0], rows, length) if named else _from_masks(values)
+    if documents is None and isinstance(positions := values.get("position_ids"), Tensor):
+        documents = _from_positions(positions.expand(rows, length)) if positions.ndim <= 2 else None
+    mask = values.get("attention_mask")
+    if documents is not None and isinstance(mask, Tensor) and mask.shape == documents.shape:
+        documents = documents.masked_fill(mask == 0, NONE)
+    return documents
+
+
+def _shape_of(batch: Any) -> tuple[int, int]:
+    """Returns the number of rows and the length of a batch of sequences."""
+    names = ("input_ids", "inputs_embeds") if isinstance(batch, Mapping) else ()
+    named = [batch[name] for name in names if name in batch]
+    leaves = [leaf for leaf in [*named, *torch_private.pytree.tree_leaves(batch)] if isinstance(leaf, Tensor)]
+    shape = next((leaf.shape for leaf in leaves if leaf.ndim >= 2), None)
+    if shape is None:
+        raise ConfigurationError(
+            "The batch has no tensor of shape (rows, length), so it has no sequences of documents. Pass the "
+            "inputs of the model, such as input_ids and position_ids."
+        )
+    return int(shape[0]), int(shape[1])
+
+
+def _given(boundaries: Any, rows: int, length: int) -> Tensor:
+    """Returns the documents of explicit boundaries."""
+    values = torch.as_tensor(boundaries)
+    if values.is_floating_point() or values.ndim not in (1, 2):
+        raise ConfigurationError(
+            f"boundaries have dtype {values.dtype} and {values.ndim} dimensions. Pass integers: cumulative "
+            "lengths of shape (documents + 1,), or the document of each position of shape (rows, length)."
+        )
+    if values.ndim == 2:
+        if tuple(values.shape) != (rows, length):
+            raise ConfigurationError(
+                f"boundaries have shape {tuple(values.shape)}, and the batch has sequences of shape "
+                f"{(rows, length)}. Pass the document of each position."
+            )
+        return values
+    ends = values.tolist()
+    if ends[:1] != [0] or ends[-1] != rows * length or ends != sorted(set(ends)):
+        raise ConfigurationError(
+            f"boundaries {ends} are no cumulative lengths of {rows * length} positions. They begin with 0, "
+            f"increase, and end with {rows * length}."
+        )
+    lengths = values.diff().long()
+    return torch.arange(len(lengths), device=values.device).repeat_interleave(lengths).view(rows, length)
+
+
+def _from_masks(values: Mapping[str, Any]) -> Tensor | None:
+    """Returns an attention mask with numbers of documents in place of ones, or None."""
+    mask = values.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point():
+        return None
+    return mask if mask.dtype != torch.bool and int(mask.max()) > 1 else None
+
+
+def _from_positions(positions: Tensor) -> Tensor:
+    """Returns documents that begin where positions do not increase."""
+    begins = positions[:, 1:] <= positions[:, :-1]
+    return F.pad(begins.long().cumsum(1), (1, 0))
+
+
+def has_several(documents: Tensor | None) -> bool:
+    """Returns whether a row has positions of two documents."""
+    if documents is None or documents.shape[1] < 2:
+        return False
+    first, second = documents[:, :-1], documents[:, 1:]
+    return bool(((first != second) & (first != NONE) & (second != NONE)).any())
+
+
+class _Inputs(TorchFunctionMode):
+    """Replaces embeddings that are looked up by leaves of the graph, and notes tables of positions.
+
+    Args:
+        numbers: Number of the document of each position.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        super().__init__()
+        self.numbers = numbers
+        self.leaves: list[Tensor] = []
+        self.has_shifted_positions = False
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
+        if function is not F.embedding:
+            return output
+        indices = args[0] if args else kwargs["input"]
+        self.has_shifted_positions |= _are_shifted(indices, self.numbers)
+        if output.shape[:2] != self.numbers.shape:
+            return output
+        leaf = output.detach().requires_grad_()
+        self.leaves.append(leaf)
+        return leaf
+
+
+def _are_shifted(indices: Tensor, numbers: Tensor) -> bool:
+    """Returns whether indices count the positions of a row over the boundaries of its documents."""
+    rows = indices.unsqueeze(0) if indices.ndim == 1 else indices
+    if rows.ndim != 2 or rows.shape[1] != numbers.shape[1] or rows.shape[1] < MIN_COUNTED:
+        return False
+    return bool((rows.diff(dim=1) == 1).all()) and has_several(numbers)
+
+
+class _Outputs:
+    """Outputs and inputs of modules in the order in which they are computed.
+
+    Args:
+        model: The model.
+        shape: Number of rows and their length.
+    """
+
+    def __init__(self, model: nn.Module, shape: torch.Size) -> None:
+        self.rows: list[tuple[str, nn.Module, Tensor | None, Tensor]] = []
+        self._shape = shape
+        self._hooks = [
+            module.register_forward_hook(self._hook_of(name), with_kwargs=True)
+            for name, module in model.named_modules()
+        ]
+
+    def _hook_of(self, name: str) -> Any:
+        def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            tensor = self._first(output)
+            if tensor is not None and tensor.requires_grad:
+                self.rows.append((name, module, self._first((args, kwargs)), tensor))
+
+        return note
+
+    def _first(self, values: Any) -> Tensor | None:
+        """Returns the first floating-point tensor with one row for each position."""
+        for leaf in torch_private.pytree.tree_leaves(values):
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.ndim < 2:
+                continue
+            if leaf.shape[:2] == self._shape or leaf.shape[0] == self._shape.numel():
+                return leaf
+        return None
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+class IsolationCheck:
+    """Check of one batch, which computes the model for each question.
+
+    Args:
+        model: Model that is called.
+        batch: Its inputs: a mapping of keyword arguments, a sequence of arguments, or one tensor.
+        documents: Document of each position, of shape (rows, length).
+        device: Device of the random generators.
+        split: Returns a context manager that shards buffers along their second dimension.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        documents: Tensor,
+        device: torch.device,
+        split: Callable[..., AbstractContextManager[Any]] = lambda **_: nullcontext(),
+    ) -> None:
+        self._model, self._device, self._split = model, device, split
+        self._numbers = _numbered(documents)
+        self._batch = torch_private.pytree.tree_map_only(Tensor, self._as_input, batch)
+        leaves = [leaf for leaf in torch_private.pytree.tree_leaves(self._batch) if isinstance(leaf, Tensor)]
+        self._inputs = [leaf for leaf in leaves if leaf.requires_grad]
+        self._buffers = [
+            *(leaf for leaf in leaves if leaf.shape[:2] == documents.shape and not leaf.requires_grad),
+            self._numbers,
+        ]
+        self.num_outputs = 0
+        self.has_shifted_positions = False
+
+    def _as_input(self, tensor: Tensor) -> Tensor:
+        """Returns a copy of a tensor of the batch, by which gradients are computed if it has features."""
+        has_features = tensor.is_floating_point() and tensor.ndim > 2
+        copied = tensor.detach().clone()
+        return copied.requires_grad_(has_features and tensor.shape[:2] == self._numbers.shape)
+
+    def find(self) -> Leak | None:
+        """Returns the first module that leaks, or None if documents are kept apart."""
+        color = next((color for color in (1, 0) if self._leaks(color, -1)), None)
+        if color is None:
+            return Leak("", POSITIONS) if self.has_shifted_positions else None
+        first, last = 0, self.num_outputs - 1
+        while first < last:
+            middle = (first + last) // 2
+            first, last = (first, middle) if self._leaks(color, middle) else (middle + 1, last)
+        with self._computed() as (outputs, _):
+            name, module, *_ = outputs.rows[first]
+        if name and self._leaks(color, first, of_inputs=True):  # by code of the module that calls it
+            name = name.rpartition(".")[0]
+            module = self._model.get_submodule(name)
+        return Leak(clean_name(name), type(module).__name__)
+
+    def _leaks(self, color: int, index: int, *, of_inputs: bool = False) -> bool:
+        """Returns whether a tensor of a module for every second document depends on the others, on any rank.
+
+        Args:
+            color: Remainder of the numbers of the documents whose values are followed, divided by 2.
+            index: Number of the module in the order of computation.
+            of_inputs: Whether to follow its inputs in place of its outputs.
+        """
+        with self._computed() as (outputs, leaves):
+            self.num_outputs = len(outputs.rows)
+            _, _, given, output = outputs.rows[index]
+            tensor = given if of_inputs else output
+            last = outputs.rows[-1][3]
+            is_leak = (
+                tensor is not None and tensor.requires_grad and self._depends(tensor, last, leaves, color)
+            )
+        return is_on_any_rank(is_leak, self._device)
+
+    @contextmanager
+    def _computed(self) -> Iterator[tuple[_Outputs, list[Tensor]]]:
+        """Computes the outputs of the model, and yields those of its modules and the inputs."""
+        with ExitStack() as stack:
+            stack.enter_context(rng.restored_generators(self._device))
+            stack.callback(ModuleState(self._model).restore_values)
+            stack.enter_context(self._split(buffers=self._buffers, buffer_seq_dims=[1] * len(self._buffers)))
+            outputs = _Outputs(self._model, self._numbers.shape)
+            stack.callback(outputs.remove)
+            with _Inputs(self._numbers) as inputs, torch.enable_grad():
+                self._call()
+            self.has_shifted_positions = inputs.has_shifted_positions
+            leaves = [*inputs.leaves, *self._inputs]
+            if not leaves or not outputs.rows:
+                lacking = "inputs" if outputs.rows else "outputs"
+                raise PreparationError(
+                    f"check_isolation() found no {lacking} of {type(self._model).__name__} with one row for "
+                    f"each of {tuple(self._numbers.shape)} positions. Pass a model that looks up embeddings, "
+                    "or has floating-point inputs of shape (rows, length, ...)."
+                )
+            yield outputs, leaves
+
+    def _call(self) -> None:
+        if isinstance(self._batch, Mapping):
+            self._model(**self._batch)
+        elif isinstance(self._batch, Tensor):
+            self._model(self._batch)
+        else:
+            self._model(*self._batch)
+
+    def _depends(self, tensor: Tensor, last: Tensor, leaves: Sequence[Tensor], color: int) -> bool:
+        """Returns whether the rows of some documents have gradients by the inputs of the others.
+
+        Zeros are passed back from the last outputs, because FSDP gathers a unit in the backward pass of its
+        outputs.
+        """
+        tensor, numbers = _whole(tensor), self._numbers.to(tensor.device)
+        chosen = (numbers >= 0) & (numbers % 2 == color)
+        others = (numbers >= 0) & (numbers % 2 != color)
+        rows = tensor if tensor.shape[:2] == numbers.shape else tensor.view(*numbers.shape, *tensor.shape[1:])
+        generator = torch.Generator().manual_seed(0)  # the sum of a softmax has no gradient
+        weights = torch.randn(rows.shape, generator=generator).to(rows)
+        total = (rows * weights)[chosen].sum() + 0.0 * _whole(last).sum()
+        gradients = torch.autograd.grad(total, list(leaves), allow_unused=True)
+        return any(
+            bool((_whole(each)[others.to(each.device)] != 0).any()) for each in gradients if each is not None
+        )
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Returns a tensor, or the whole of a distributed one with its gradient."""
+    whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return whole
+
+
+def _numbered(documents: Tensor) -> Tensor:
+    """Returns the documents of each row, numbered from 0 in their order, with -1 for padding."""
+    begins = documents[:, 1:] != documents[:, :-1]
+    return F.pad(begins.long().cumsum(1), (1, 0)).masked_fill(documents == NONE, NONE)
+
+
+def is_on_any_rank(value: bool, device: torch.device) -> bool:
+    """Returns whether a value is True on any rank. Called on all ranks."""
+    return bool(current_transport().reduce(torch.tensor(float(value), device=device), "sum").item())
+
+
+def cause_of(leak: Leak, model: nn.Module, batch: Any, *, splits_sequences: bool) -> str:
+    """Returns the usual cause of a leak, with a fix."""
+    name = f"{leak.module.rpartition('.')[2]} {leak.kind}".lower()
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if leak.kind == POSITIONS:
+        return (
+            "Positions are counted over the whole row and not anew for each document. Pass position_ids that "
+            "restart at each document."
+        )
+    if "conv" in name:
+        return "A convolution over positions reads across a boundary. Pass seq_idx, or pad between documents."
+    if any(word in name for word in ("rnn", "lstm", "gru", "mamba", "ssm", "delta", "recurren")):
+        return "The layer carries its state over a boundary. Pass cu_seqlens or seq_idx, so that it restarts."
+    if splits_sequences:
+        return (
+            "Context parallelism computes causal attention over the whole sequence, without document masks. "
+            "Train packed documents without cp_size."
+        )
+    if isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask == 1).all()):
+        return (
+            "An attention_mask of ones turns off masks of documents in transformers. Leave it out of the "
+            "batch, and pass position_ids that restart."
+        )
+    if getattr(getattr(model, "config", None), "use_cache", False):
+        return (
+            "Models of transformers mask documents only without a cache of keys and values. Set "
+            "model.config.use_cache = False."
+        )
+    return (
+        "Its attention has no mask of documents. Pass position_ids that restart or cu_seqlens to an "
+        "attention implementation that reads them, or a mask of shape (rows, 1, length, length)."
+    )
+
+
+def refuse_leaks(
+    model: nn.Module,
+    batch: Any,
+    documents: Tensor | None,
+    device: torch.device,
+    split: Callable[..., AbstractContextManager[Any]] | None = None,
+    fix: str = "",
+) -> None:
+    """Raises an error if the documents of a batch affect each other.
+
+    Called on all ranks, also on those whose rows have one document.
+
+    Args:
+        model: A prepared model.
+        batch: Its inputs.
+        documents: Document of each position, of shape (rows, length), or None for one document.
+        device: Device of this rank.
+        split: Returns a context manager that shards sequences, or None.
+        fix: Sentence at the end of the message.
+
+    Raises:
+        PreparationError: Documents affect each other.
+    """
+    if documents is None:
+        documents = torch.zeros(_shape_of(batch), dtype=torch.long)
+    contexts = {} if split is None else {"split": split}
+    with torch.compiler.set_stance("force_eager"):
+        leak = IsolationCheck(unwrapped(model), batch, documents, device, **contexts).find()
+    if leak is None:
+        return
+    where = f"the outputs of `{leak.module}` ({leak.kind})" if leak.module else f"the outputs of {leak.kind}"
+    what = (
+        "the positions of a document depend on the length of the documents before it"
+        if leak.kind == POSITIONS
+        else f"{where} for one document depend on another document of its row"
+    )
+    raise PreparationError(
+        f"The documents of packed sequences affect each other: {what}. "
+        f"{cause_of(leak, unwrapped(model), batch, splits_sequences=split is not None)}{fix}"
+    )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the module in `DistributedDataParallel`, whose forward expects a whole backward pass."""
+    inner: nn.Module = torch_private.uncompiled(model)
+    return inner.module if isinstance(inner, DistributedDataParallel) else inner
+
+
+class PackingCheck(Layer):
+    """Checks the first batch of packed sequences of each model that takes positions.
+
+    Args:
+        strategy: Strategy of the run.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = WeakStrategy(strategy)
+        self._hooks: list[_FirstBatch] = []
+
+    def finish_model(self, model: nn.Module, wrapped: nn.Module) -> None:
+        first = _FirstBatch(self._strategy)
+        first.handle = wrapped.register_forward_pre_hook(first, prepend=True, with_kwargs=True)
+        self._hooks.append(first)
+
+    def release(self) -> None:
+        """Leaves out the checks of all models."""
+        for hook in self._hooks:
+            hook.handle.remove()
+        self._hooks = []
+
+
+class _FirstBatch:
+    """Hook that checks the first batch with positions, and removes itself."""
+
+    handle: Any
+
+    def __init__(self, strategy: WeakStrategy) -> None:
+        self._strategy = strategy
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        positions = kwargs.get("position_ids")
+        is_training = model.training and torch.is_grad_enabled()
+        if not is_training or not isinstance(positions, Tensor) or positions.ndim != 2:
+            return
+        self.handle.remove()
+        names = inspect.signature(unwrapped(model).forward).parameters
+        batch = {**dict(zip(names, args, strict=False)), **kwargs}
+        documents, device = documents_of(batch), self._strategy().context.device
+        if is_on_any_rank(has_several(documents), device):
+            fix = " DataLoaderConfiguration(check_packing=False) leaves out this check."
+            refuse_leaks(model, batch, documents, device, fix=fix)
+
+
+def check_isolation(strategy: Strategy, model: nn.Module, batch: Any, boundaries: Any) -> None:
+    """Raises an error if the documents of packed sequences in a batch affect each other.
+
+    Args:
+        strategy: Strategy of the run.
+        model: A prepared model.
+        batch: Its inputs, which are whole under context parallelism.
+        boundaries: Boundaries of documents, or None for those of the batch.
+
+    Raises:
+        PreparationError: Documents affect each other, or the model cannot be checked.
+        ConfigurationError: The batch has no boundaries, or they do not fit it.
+    """
+    parallelism, device = strategy.context.request.parallelism, strategy.context.device
+    for name in ("pp_size", "sp_size") if parallelism is not None else ():
+        if getattr(parallelism, name) > 1:
+            raise PreparationError(
+                f"check_isolation() computes the whole model for a batch on each rank, which {name}="
+                f"{getattr(parallelism, name)} divides. Check the model on one process, or without {name}."
+            )
+    documents = documents_of(batch, boundaries)
+    if documents is None:
+        raise ConfigurationError(
+            "The batch has no boundaries of documents. Pass position_ids that restart, cu_seqlens or seq_idx "
+            "in the batch, or boundaries=..."
+        )
+    splitting = next((layer for layer in strategy.layers if layer.splits_buffers), None)
+    split = None if splitting is None else splitting.split_batch
+    for layer in strategy.layers:
+        if isinstance(layer, PackingCheck):  # whose check would begin in this one
+            layer.release()
+    if is_on_any_rank(has_several(documents), device):
+        refuse_leaks(model, batch, documents, device, split)

@@ -1,0 +1,142 @@
+"""Packed documents are checked on two ranks, under each strategy and under context parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+Run = Callable[..., list[Any]]
+WIDTH, HEADS, WORDS, LENGTH = 16, 2, 20, 16
+UNITS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "bf16": {"mixed_precision": "bf16"},
+    "fsdp1": {"fsdp_plugin": {"fsdp_version": 1, "use_orig_params": True, **UNITS}},
+    "fsdp2": {"fsdp_plugin": {"fsdp_version": 2, **UNITS}},
+    "recomputation": {"fsdp_plugin": {"fsdp_version": 2, "activation_checkpointing": True, **UNITS}},
+    "tp": {"parallelism_config": {"tp_size": 2}},
+    "compiled": {"dynamo_backend": "eager"},
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        heads = [
+            each(hidden).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        ]
+        mixed = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=mask is None)
+        return hidden + self.out(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    tp_plan = {
+        **{f"layers.*.{name}": "colwise" for name in ("query", "key", "value")},
+        "layers.*.out": "rowwise",
+    }
+
+    def __init__(self, is_masked: bool) -> None:
+        super().__init__()
+        self.is_masked = is_masked
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        mask = None
+        if self.is_masked:
+            documents = (position_ids == 0).cumsum(1)
+            same = documents.unsqueeze(2) == documents.unsqueeze(1)
+            mask = (same & torch.ones_like(same[0]).tril()).unsqueeze(1)
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, mask)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+def batch_of(rank: int) -> dict[str, Tensor]:
+    """Returns a batch with two documents on rank 0, and one on others."""
+    lengths = [LENGTH // 2] * 2 if rank == 0 else [LENGTH]
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1).clone()
+    generator = torch.Generator().manual_seed(rank)
+    return {
+        "input_ids": torch.randint(WORDS, (2, LENGTH), generator=generator),
+        "position_ids": positions,
+    }
+
+
+def accelerator_of(layout: str) -> Accelerator:
+    kinds = {"fsdp_plugin": FullyShardedDataParallelPlugin, "parallelism_config": ParallelismConfig}
+    options = LAYOUTS[layout].items()
+    given = {name: kinds[name](**value) if name in kinds else value for name, value in options}
+    return Accelerator(**given)
+
+
+def check(layout: str, is_masked: bool) -> list[str]:
+    """Checks a batch by a call and in the first forward, trains a step, and returns the errors of both."""
+    accelerator, errors = accelerator_of(layout), []
+    size = 1 if layout == "tp" else accelerator.process_index
+    torch.manual_seed(0)
+    for is_called in (True, False):
+        model = Decoder(is_masked)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        batch = batch_of(0 if layout == "tp" else size)
+        try:
+            if is_called:
+                accelerator.check_isolation(model, batch)
+            model(**batch)
+        except ValueError as error:
+            errors.append(str(error))
+        for _ in range(2):
+            accelerator.backward(model(**batch).float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return errors
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [name if name in ("ddp", "fsdp2") else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
+)
+def test_a_leak_is_the_same_error_on_all_ranks(run: Run, layout: str) -> None:
+    for errors in run(check, layout, False, processes=2):
+        assert len(errors) == 2
+        assert all("`layers.0`" in error for error in errors)
+        assert "check_packing=False" in errors[1]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [name if name in ("ddp", "fsdp2") else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
+)
+def test_documents_that_are_apart_pass_on_all_ranks(run: Run, layout: str) -> None:
+    assert run(check, layout, True, processes=2) == [[], []]
+
+
+def check_shards() -> str:
+    """Checks a batch under context parallelism, whose attention is causal over the whole sequence."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **UNITS)
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=2), fsdp_plugin=plugin)
+    model = Decoder(is_masked=False)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = batch_of(0)
+    before = {name: value.clone() for name, value in batch.items()}
+    with pytest.raises(ValueError, match="affect each other") as caught:
+        accelerator.check_isolation(model, batch)
+    assert all(torch.equal(value, before[name]) for name, value in batch.items())
+    return str(caught.value)
+
+
+def test_context_parallelism_without_masks_is_found(run: Run) -> None:
+    assert all("without cp_size" in text for text in run(check_shards, processes=2))
