@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.base import StateError, is_torch_version
+from accelerate.strategies.pipeline.absent import absent_tensor
 from accelerate.utils import PipelineConfig
 
 pytestmark = pytest.mark.skipif(is_torch_version("<", "2.13"), reason="pipelines need torch 2.13")
@@ -139,3 +141,15 @@ def test_an_attribute_of_a_layer_on_another_rank_raises_an_error_that_names_it(r
     for number, text in enumerate(run(read_attributes)):
         name = ("teacher.0", "student.0")[number]
         assert f"{name} has no attribute 'missing' on this rank" in text
+
+
+def replace_sharded() -> None:
+    mesh = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2)).torch_device_mesh
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+    absent = absent_tensor(weight, "layer on stage 0", torch.device("cpu"))
+    assert absent.shape == (4, 2)
+    assert isinstance(absent, nn.Parameter)
+
+
+def test_a_sharded_weight_has_an_absent_one_in_its_place(run: Run) -> None:
+    run(replace_sharded)
