@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
@@ -448,9 +449,17 @@ def use_wrongly() -> None:
     if accelerator.is_main_process:
         with pytest.raises(StateError, match="is on stage 1 of the pipeline"):
             model.norm(torch.zeros(1, 8))
+    accelerator.forward_backward(model, batch, mean_loss)
+    with pytest.raises(StateError, match="of the stages of this rank only"):
+        clip_grad_norm_(model.parameters(), 0.5)
+    other = torch.nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    clip_grad_norm_(other.parameters(), 0.5)
+    accelerator.free_memory()
+    clip_grad_norm_(model.parameters(), 0.5)
 
 
-def test_a_forward_with_gradients_is_refused(run: Run) -> None:
+def test_uses_of_parts_of_a_model_are_refused(run: Run) -> None:
     run(use_wrongly, processes=2)
 
 

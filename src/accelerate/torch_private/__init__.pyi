@@ -84,6 +84,7 @@ from accelerate.torch_private.optimizers import (
 from accelerate.torch_private.pipelining import (
     UnevenPipelineStage as UnevenPipelineStage,
     is_in_reentrant_checkpoint as is_in_reentrant_checkpoint,
+    watch_clipping as watch_clipping,
 )
 from accelerate.torch_private.processes import (
     agent_hooks as agent_hooks,

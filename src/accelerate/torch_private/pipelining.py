@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import wraps
 from types import FrameType
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,35 @@ def is_in_reentrant_checkpoint() -> bool:
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None
+
+
+def watch_clipping(check: Callable[[Iterable[Tensor]], None]) -> Callable[[], None]:
+    """Calls a method with the parameters whose gradients `torch.nn.utils.clip_grad_norm_` clips.
+
+    Args:
+        check: A bound method, which is called as long as its object exists.
+
+    Returns:
+        A function that ends this.
+    """
+    from torch.nn.utils import clip_grad
+
+    reference = WeakMethod(check)
+    original = clip_grad._clip_grads_with_norm_  # also called by names that were imported before
+
+    @wraps(original)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if (method := reference()) is not None:
+            method(several)
+        return original(several, *args, **kwargs)
+
+    clip_grad._clip_grads_with_norm_ = clip
+
+    def end() -> None:
+        clip_grad._clip_grads_with_norm_ = original
+
+    return end
 
 
 Specs = Sequence[Any]

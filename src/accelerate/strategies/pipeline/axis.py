@@ -5,7 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accelerate.base import PreparationError, listed
+from accelerate import torch_private
+from accelerate.base import PreparationError, StateError, listed
 from accelerate.parallelism_config import MeshAxis
 from accelerate.planning import Layout
 from accelerate.strategies.bundle import Bundle, Kind
@@ -75,6 +76,7 @@ class PipelineAxis(Layer):
         self.size = mesh[AXIS].size()
         self.group = mesh.get_group(AXIS)
         self.pipelines: dict[nn.Module, Pipeline] = {}
+        self._end_watch: Callable[[], None] | None = None
         self.optimizer_names: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         dim = mesh.mesh_dim_names.index(AXIS)
         row = mesh.mesh.movedim(dim, 0)[dist.get_rank(self.group)]
@@ -111,6 +113,8 @@ class PipelineAxis(Layer):
         structures = (layer for layer in self._strategy().layers if isinstance(layer, KeptStructures))
         pipeline.verification = next((each.verifications.pop(model, None) for each in structures), None)
         self.pipelines[model] = pipeline
+        if self._end_watch is None:
+            self._end_watch = torch_private.watch_clipping(self._refuse_clipping)
         own = named_parameters(model)
         by_ranks: dict[tuple[int, ...], list[str]] = {}
         for name, ranks in pipeline.holders.items():
@@ -186,6 +190,18 @@ class PipelineAxis(Layer):
 
     def release(self) -> None:
         self.pipelines.clear()
+        if self._end_watch is not None:
+            self._end_watch()
+            self._end_watch = None
+
+    def _refuse_clipping(self, parameters: Iterable[Tensor]) -> None:
+        """Raises an error for the norm of torch, which is that of the stages of this rank."""
+        own = {id(parameter) for model in self.pipelines for parameter in model.parameters()}
+        if any(id(parameter) in own for parameter in parameters):
+            raise StateError(
+                "torch.nn.utils.clip_grad_norm_ computes the norm of the gradients of the stages of this "
+                "rank only. Call accelerator.clip_grad_norm_(model.parameters(), max_norm) instead."
+            )
 
     def _repeated_parameters(self) -> set[int]:
         """Returns the ids of parameters of this rank that an earlier rank of the pipeline has too."""
