@@ -43,6 +43,7 @@ OF_OTHERS = {
     "_ChoicesPseudoAction": "argparse",
     "_prog": "argparse",
     "_SubParsersAction": "argparse",
+    "_value_": "Enum",
     "_asdict": "namedtuple",
     "_fields": "namedtuple",
     "_replace": "namedtuple",

@@ -1,4 +1,4 @@
-"""Check that the documents of packed sequences do not affect each other.
+"""Isolation of the documents of packed sequences, which is proven by gradients.
 
 A model keeps documents apart if the outputs of a document have no gradient by the input embeddings of the
 others. This holds for attention with document masks, and for convolutions and recurrent layers that begin
@@ -349,7 +349,10 @@ def _numbered(documents: Tensor) -> Tensor:
 
 
 def is_on_any_rank(value: bool, device: torch.device) -> bool:
-    """Returns whether a value is True on any rank. Called on all ranks."""
+    """Returns whether a value is True on any rank.
+
+    Called on all ranks.
+    """
     return bool(current_transport().reduce(torch.tensor(float(value), device=device), "sum").item())
 
 

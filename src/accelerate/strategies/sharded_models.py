@@ -43,7 +43,7 @@ from accelerate.strategies.state import StrategyState
 PIPELINE = MeshAxis.PP.value
 EXPERTS = (MeshAxis.EP.value, "expert", "experts")
 """Names of dimensions along which experts are sharded, and ranks may have different batches."""
-SEQUENCES = set(axes_with(Data.SEQUENCES))
+SEQUENCES = frozenset(axes_with(Data.SEQUENCES))
 """Names of dimensions along which ranks have parts of the same sequences, whose gradients differ."""
 Ranks = tuple[int, ...]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def observe(loader: Any) -> list[Any]:
         for batch in late:
             found.append((batch.tolist(), state.end_of_dataloader, state.remainder, late.valid_counts))
         found.append((late.iteration, loader.iteration, len(late) if hasattr(late.dataset, "__len__") else 0))
-    return [*found, loader.total_batch_size, loader.plan]
+    return [*found, loader.total_batch_size, replace(loader.plan, uses_dispatcher=False)]
 
 
 @pytest.mark.parametrize("data", DATASETS)

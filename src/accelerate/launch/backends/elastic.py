@@ -109,7 +109,7 @@ class Ranks:
 
     @property
     def have_started(self) -> bool:
-        """Whether the agent has started processes."""
+        """True if the agent has started processes."""
         return self._context is not None
 
     def on_request(self, number: int, frame: FrameType | None) -> None:
