@@ -21,7 +21,7 @@ from accelerate.devices.stream_events import StreamEvents
 from accelerate.hooks import StreamTransfer, align
 from accelerate.nested import send_to_device
 from accelerate.state import process_group
-from accelerate.strategies import Strategy, session
+from accelerate.strategies import base, session
 from accelerate.strategies.dtensors import shards
 from accelerate.weights import PinnedBuffers, pinned
 
@@ -54,7 +54,7 @@ def batches_left_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
 
 
 def optimizers_keep_old_parameters(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Strategy, "place", lambda self, model: model.to(self.context.device))
+    patch.setattr(session.PrepareSession, "change", lambda self, model, change: change(model))
 
 
 def generator_not_restored(patch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def cached_memory_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def model_left_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Strategy, "place", lambda self, model: None)
+    patch.setattr(base, "move_module", lambda model, device: model)
 
 
 def one_pinned_buffer_for_all_weights(patch: pytest.MonkeyPatch) -> None:

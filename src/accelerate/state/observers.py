@@ -60,6 +60,10 @@ class Observers:
         for observer in observers:
             self.add(observer)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An unpickled Accelerator uses the observers of its process.
+        return (run_observers, ()) if step_clock in self.all else (Observers, (self.all,))
+
     def add(self, observer: Any) -> None:
         """Calls the methods of an observer from now on."""
         self.all = (*self.all, observer)
