@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -118,6 +119,7 @@ class ExpertAxis(Layer):
         parallelism = strategy.context.request.parallelism
         self._size = int(parallelism.ep_size)
         self._is_experts = parallelism.ep_handler.is_experts if parallelism.ep_handler else None
+        self._transformed: WeakSet[nn.Module] = WeakSet()
 
     def check_model(self, model: nn.Module) -> None:
         """Raises an error for a trained model without experts, and for experts that cannot be sharded."""
@@ -141,7 +143,10 @@ class ExpertAxis(Layer):
         They start with the weights of rank 0. Ranks receive one module at a time, and keep their own experts.
         Tensors on the meta device are allocated. Gradients are sums over the batches of the axis.
         """
+        if model in self._transformed:  # a stage of a pipeline may have no experts that are sharded
+            return model
         experts = [] if not self._is_alone or is_sharded(model) else list_experts(model, self._is_experts)
+        self._transformed.add(model)
         if not experts:
             return model
         if self._context.request.ddp is not None:
