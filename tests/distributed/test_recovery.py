@@ -282,7 +282,8 @@ def test_a_group_that_starts_again_after_the_last_step_does_not_fail_the_run(tmp
     last = "os.environ['ACCELERATE_REPLICA'] == '1' and number == 7 and not marker.exists()"
     ended = run_short_script(tmp_path, f"if {last}: marker.touch(); os.kill(os.getpid(), signal.SIGKILL)")
     assert ended.returncode == 0, ended.stderr
-    assert "and had no step of its own" in ended.stderr
+    # It is started again, unless the other group ends before its launcher does.
+    assert "and had no step of its own" in ended.stderr or "which took its last steps" in ended.stderr
 
 
 @pytest.mark.slow

@@ -252,11 +252,9 @@ def _run_groups(
             if code == 0 or ending.received or any(other.is_done for other in ending.groups):
                 group.is_done = True
                 if code and not ending.received:
-                    # A group that starts again after the last step has no batch, and its script may need one.
-                    is_late = not _num_steps(store, group) and has_steps(store, groups.replicas)
-                    after = ", and had no step of its own" if is_late else ""
+                    after = _lateness(store, ending.groups, group, children.exit_code(code), groups.replicas)
                     say(f"replica group {group.number} {_ended(code)} after another group was done{after}")
-                    failed = failed or (0 if is_late else children.exit_code(code))
+                    failed = failed or (0 if after else children.exit_code(code))
                 continue
             num_steps = _num_steps(store, group)
             is_futile = not num_steps or num_steps == group.num_steps
@@ -278,6 +276,18 @@ def _run_groups(
             group.child = start(group.number)
         time.sleep(POLL)
     return 128 + ending.received if ending.received else failed
+
+
+def _lateness(store: Store, groups: list[Group], group: Group, code: int, replicas: int) -> str:
+    """Returns why the end of a group after that of another one is no failure of the run, or ""."""
+    own = _num_steps(store, group)
+    if not has_steps(store, replicas):
+        return ""
+    if not own:  # it started again after the last step, so it has no batch, and its script may need one
+        return ", and had no step of its own"
+    was_killed = code > 128  # by a signal, and not ended by an error of the script
+    is_behind = own < max(_num_steps(store, other) for other in groups)
+    return ", which took its last steps" if was_killed and is_behind else ""
 
 
 def _num_steps(store: Store, group: Group) -> int:
