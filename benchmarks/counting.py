@@ -51,12 +51,7 @@ def count_calls(work: Callable[[], object]) -> Calls:
         elif event == "call" and not imported and code.co_filename.startswith(PACKAGE):
             calls[code.co_filename, code.co_firstlineno] += 1
 
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
+    _run(work, profile, sys.getprofile, sys.setprofile)
     return Calls(calls)
 
 
@@ -75,10 +70,17 @@ def count_bytecodes(work: Callable[[], object]) -> int:
         frame.f_trace_opcodes = True
         return trace_bytecode
 
-    before = sys.gettrace()
-    sys.settrace(trace_call)
+    _run(work, trace_call, sys.gettrace, sys.settrace)
+    return count
+
+
+def _run(
+    work: Callable[[], object], hook: Any, current: Callable[[], Any], use: Callable[[Any], None]
+) -> None:
+    """Runs work with a hook of the interpreter, and restores the one before."""
+    before = current()
+    use(hook)
     try:
         work()
     finally:
-        sys.settrace(before)
-    return count
+        use(before)

@@ -140,3 +140,36 @@ def check_shards() -> str:
 
 def test_context_parallelism_without_masks_is_found(run: Run) -> None:
     assert all("without cp_size" in text for text in run(check_shards, processes=2))
+
+
+def check_other_batches() -> list[str]:
+    """Checks batches of which one rank has no boundaries, or wrong ones."""
+    accelerator, errors = Accelerator(), []
+    model = accelerator.prepare(Decoder(is_masked=False))
+    rank, batch = accelerator.process_index, batch_of(0)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[:, LENGTH // 2 :] += 1 - rank
+    numbered = {"input_ids": batch["input_ids"], "attention_mask": mask}
+    for inputs, boundaries in ((numbered, None), (batch, [0, LENGTH, 2 * LENGTH - rank])):
+        try:
+            accelerator.check_isolation(Wrapped(model), inputs, boundaries)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+class Wrapped(nn.Module):
+    """A model that takes a mask in place of positions."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = getattr(model, "module", model)
+
+    def forward(self, input_ids: Tensor, position_ids: Any = None, attention_mask: Any = None) -> Tensor:
+        return self.inner(input_ids, torch.zeros_like(input_ids))  # type: ignore[no-any-return]
+
+
+def test_ranks_with_other_boundaries_end_together(run: Run) -> None:
+    for leak, wrong in run(check_other_batches, processes=2):
+        assert "affect each other" in leak
+        assert "are no cumulative lengths" in wrong

@@ -970,7 +970,7 @@ class Accelerator(ProcessControl):
         others. This is computed by two forward and backward passes, for any attention, convolution or
         recurrent layer. Weights, gradients, buffers and random generators do not change. Auxiliary losses and
         the capacity of experts couple documents, and are left out, because outputs alone are followed.
-        `DataLoaderConfiguration(check_packing=True)`, the default, checks the first batch whose
+        `DataLoaderConfiguration(check_packing=True)`, the default, checks the first training batch if its
         `position_ids` restart.
 
         Called on all ranks, outside of `maybe_context_parallel`.

@@ -117,7 +117,7 @@ class DataLoaderConfiguration:
             them, False shards them. None does not change a loader if `num_replicas` and `rank` of its
             sampler, batch sampler or iterable dataset are those of the process, as with
             `torch.utils.data.DistributedSampler`, and shards it otherwise.
-        check_packing: Whether the first training batch whose `position_ids` restart is computed twice more,
+        check_packing: Whether the first training batch is computed twice more if its `position_ids` restart,
             to raise an error if its documents affect each other. See `Accelerator.check_isolation`.
     """
 

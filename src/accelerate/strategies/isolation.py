@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from accelerate import rng, torch_private
 from accelerate.base import ConfigurationError, PreparationError
-from accelerate.ops import current_transport, is_dtensor
+from accelerate.ops import current_transport, is_dtensor, run_on_all_ranks
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.dtensors import clean_name
 from accelerate.strategies.layer import Layer, WeakStrategy
@@ -439,7 +440,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 class PackingCheck(Layer):
-    """Checks the first batch of packed sequences of each model that takes positions.
+    """Checks the first training batch of each model that takes positions.
 
     Args:
         strategy: Strategy of the run.
@@ -462,7 +463,7 @@ class PackingCheck(Layer):
 
 
 class _FirstBatch:
-    """Hook that checks the first batch with positions, and removes itself."""
+    """Hook that checks the first training batch if its positions restart, and removes itself."""
 
     handle: Any
 
@@ -470,14 +471,16 @@ class _FirstBatch:
         self._strategy = strategy
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        positions = kwargs.get("position_ids")
-        is_training = model.training and torch.is_grad_enabled()
-        if not is_training or not isinstance(positions, Tensor) or positions.ndim != 2:
+        if not model.training or not torch.is_grad_enabled():
             return
         self.handle.remove()
+        positions = kwargs.get("position_ids")
+        if not isinstance(positions, Tensor) or positions.ndim != 2:
+            return
         names = inspect.signature(unwrapped(model).forward).parameters
         batch = {**dict(zip(names, args, strict=False)), **kwargs}
-        documents, device = documents_of(batch), self._strategy().context.device
+        documents = run_on_all_ranks(partial(documents_of, batch), ConfigurationError)
+        device = self._strategy().context.device
         if is_on_any_rank(has_several(documents), device):
             fix = " DataLoaderConfiguration(check_packing=False) leaves out this check."
             refuse_leaks(model, batch, documents, device, fix=fix)
@@ -496,15 +499,15 @@ def check_isolation(strategy: Strategy, model: nn.Module, batch: Any, boundaries
         PreparationError: Documents affect each other, or the model cannot be checked.
         ConfigurationError: The batch has no boundaries, or they do not fit it.
     """
-    parallelism, device = strategy.context.request.parallelism, strategy.context.device
-    for name in ("pp_size", "sp_size") if parallelism is not None else ():
-        if getattr(parallelism, name) > 1:
+    for layer in strategy.layers:
+        if layer.divided_by:
             raise PreparationError(
-                f"check_isolation() computes the whole model for a batch on each rank, which {name}="
-                f"{getattr(parallelism, name)} divides. Check the model on one process, or without {name}."
+                "check_isolation() computes the whole model for a batch on each rank, which "
+                f"{layer.divided_by} divides. Check the model on one process, or without {layer.divided_by}."
             )
-    documents = documents_of(batch, boundaries)
-    if documents is None:
+    device = strategy.context.device
+    documents = run_on_all_ranks(partial(documents_of, batch, boundaries), ConfigurationError)
+    if not is_on_any_rank(documents is not None, device):
         raise ConfigurationError(
             "The batch has no boundaries of documents. Pass position_ids that restart, cu_seqlens or seq_idx "
             "in the batch, or boundaries=..."

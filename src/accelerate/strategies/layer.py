@@ -42,6 +42,7 @@ class Layer:
 
     row: str = ""  # name of its row in the table of layers
     divides_models: bool = False  # whether ranks have the gradients of different parameters of a model
+    divided_by: str = ""  # argument by which a rank computes a part of a model, or of sequences of a loader
     splits_buffers: bool = False  # whether `split_batch` splits tensors of the training loop
     groups: Any = None  # process groups in the form that an engine takes, or None
 

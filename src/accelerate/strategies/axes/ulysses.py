@@ -17,6 +17,8 @@ from accelerate.strategies.layer import Layer
 class UlyssesAxis(Layer):
     """Axis along which the sequences of transformers models are sharded."""
 
+    divided_by = "sp_size"
+
     def __init__(self, strategy: Any) -> None:
         parallelism = strategy.context.request.parallelism
         self._size, self._handler = int(parallelism.sp_size), parallelism.sp_handler

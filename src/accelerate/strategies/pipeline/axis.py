@@ -65,6 +65,7 @@ class PipelineAxis(Layer):
     """
 
     divides_models = True
+    divided_by = "pp_size"
 
     def __init__(self, strategy: Any) -> None:
         self._strategy, context = WeakStrategy(strategy), strategy.context
