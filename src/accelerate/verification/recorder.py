@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import os
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -25,6 +23,13 @@ from accelerate.state import services
 from accelerate.strategies.dtensors import fsdp2_canonicalize_names
 from accelerate.verification.batch_norms import find_batch_norms, normalize_in_groups
 from accelerate.verification.options import BUFFER, INPUT, RANK_FILE, WEIGHTS_FILE, Options
+from accelerate.verification.values import (
+    digests,
+    module_of,
+    norm_of_engine,
+    seed_of,
+    settings_of,
+)
 
 
 class Finished(SystemExit):
@@ -115,7 +120,7 @@ class Recorder:
 
     def _modules(self) -> list[tuple[int, nn.Module]]:
         """Returns the modules of the script in its prepared models, with their numbers."""
-        return [(number, _module_of(*pair)) for number, pair in self._models.items()]
+        return [(number, module_of(*pair)) for number, pair in self._models.items()]
 
     # Batches
 
@@ -163,7 +168,7 @@ class Recorder:
             position = pass_number, batch_number
             self.group = replica * self._own_groups + self._own_group
         self.rows = ignorant_find_batch_size(batch)
-        contents = _digests(batch, self.rows)
+        contents = digests(batch, self.rows)
         names = indices if isinstance(indices, (list, tuple)) else [indices]
         has_indices = None not in names  # those of streams are None
         rows = list(map(str, names)) if has_indices else contents
@@ -180,7 +185,7 @@ class Recorder:
 
     def _seed(self, *numbers: int) -> None:
         """Sets the random numbers of a batch, which are the same on all ranks and in both runs."""
-        rng.set_seed(_seed_of(*numbers))
+        rng.set_seed(seed_of(*numbers))
 
     def _fetch(self, fetcher: Any, indices: Any, number: int) -> Any:
         """Reads a batch of which each sample has its own random numbers, on any rank and in any worker.
@@ -189,11 +194,11 @@ class Recorder:
         """
         samples = []
         for index in indices:
-            with torch_private.seeded(_seed_of("sample", index)):
+            with torch_private.seeded(seed_of("sample", index)):
                 samples.append(torch_private.read_sample(fetcher, index))
         rows, self.rows = self.rows, len(samples)
         try:
-            with torch_private.seeded(_seed_of("batch", number)):
+            with torch_private.seeded(seed_of("batch", number)):
                 return fetcher.collate_fn(samples)
         finally:
             self.rows = rows
@@ -244,7 +249,7 @@ class Recorder:
                     self._begin_model(number)
 
     def _begin_model(self, number: int) -> None:
-        module = _module_of(*self._models[number])
+        module = module_of(*self._models[number])
         self.write("model", batch_norms=list(find_batch_norms(module)))
         self._write_weights("before", number)
         if self.options.initial:
@@ -379,7 +384,7 @@ class Recorder:
         self._restore_rates()
         strategy = self._owner_of(optimizer)._runtime.strategy
         if not strategy.holds_gradients:
-            self._norm = _norm_of_engine(strategy, optimizer)
+            self._norm = norm_of_engine(strategy, optimizer)
         self.write(
             "step",
             optimizer=self._observed.index(optimizer),
@@ -387,7 +392,7 @@ class Recorder:
             losses=self._losses,
             norm=self._norm,
             rates=self._rates,
-            settings=[_settings_of(group) for group in optimizer.param_groups],
+            settings=[settings_of(group) for group in optimizer.param_groups],
             positions=self._positions(optimizer),
             members=self._num_members(),
             samples=self._samples,
@@ -458,7 +463,7 @@ class Recorder:
             name: tensor.detach().to("cpu", copy=True).contiguous()
             for name, tensor in accelerator.stream_weights(model)
         }
-        buffers = dict(_module_of(accelerator, model).named_buffers())
+        buffers = dict(module_of(accelerator, model).named_buffers())
         for name, buffer in fsdp2_canonicalize_names(buffers).items():
             if not buffer.is_meta and name not in weights:
                 whole = ops.to_full_tensors(buffer.detach())
@@ -507,47 +512,3 @@ class Recorder:
         # A projection differs for permuted entries, too, which have the same norm.
         direction = torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype).cos()
         self._outputs.setdefault(key, []).append([rows.shape[1], *(rows @ direction).tolist()])
-
-
-def _seed_of(*values: Any) -> int:
-    """Returns a seed for values, which is the same in all processes."""
-    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=4).digest(), "little")
-
-
-def _module_of(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Returns the module of the script in a prepared model."""
-    module: nn.Module = accelerator.unwrap_model(model, keep_torch_compile=False)
-    return module
-
-
-def _norm_of_engine(strategy: Any, optimizer: Any) -> float | None:
-    """Returns the gradient norm of the last step of an engine after clipping, or None if it is unknown."""
-    norm = float(strategy.clip_grad_norm(list(optimizer.parameters()), math.inf))
-    limit = getattr(optimizer.optimizer, "clip_grad", 0.0) or math.inf
-    return None if math.isnan(norm) else min(norm, float(limit))
-
-
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the numbers of a parameter group, but for learning rates, which schedules change."""
-    return {
-        name: value
-        for name, value in group.items()
-        if name not in ("params", "lr", "initial_lr", "max_lr", "min_lr")
-        and isinstance(value, (int, float, tuple, list))
-        and all(
-            isinstance(each, (int, float)) for each in (value if isinstance(value, (tuple, list)) else ())
-        )
-    }
-
-
-def _digests(batch: Any, rows: int | None) -> list[str]:
-    """Returns the shapes of each sample of a batch and a digest of its values."""
-    leaves = [leaf for leaf in torch_private.pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    whole = [leaf.detach().cpu() for leaf in leaves if leaf.ndim and leaf.shape[0] == rows]
-    digests = []
-    for row in range(rows or 0):
-        digest, shapes = hashlib.blake2b(digest_size=6), [tuple(leaf.shape[1:]) for leaf in whole]
-        for leaf in whole:
-            digest.update(leaf[row].reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-        digests.append(f"{shapes} {digest.hexdigest()}")
-    return digests
