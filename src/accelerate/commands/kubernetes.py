@@ -239,7 +239,7 @@ def _format_settings(settings: Settings, present: Mapping[str, str]) -> tuple[li
                 names = (*row.variables, *row.aliases)
                 variables |= {name: present[name] for name in names if present.get(name)}
             elif is_active and not row.flags and settings.given(row.name):
-                text = row.spell(settings.values[row.name])
+                text = row.encode(settings.values[row.name])
                 variables |= {name: text for name in row.variables if text is not None}
     return flags.words(settings, *left_out), variables
 

@@ -31,7 +31,7 @@ def encode(settings: Settings, sections: Iterable[type[Section]] | None = None) 
         for row in section.options():
             value = settings.values[row.name]
             parts = value if len(row.variables) > 1 else (value,) * len(row.variables)
-            encoded = ((name, row.spell(part)) for name, part in zip(row.variables, parts, strict=True))
+            encoded = ((name, row.encode(part)) for name, part in zip(row.variables, parts, strict=True))
             variables.update((name, text) for name, text in encoded if text is not None)
     return variables
 

@@ -18,25 +18,25 @@ from typing import Any, ClassVar
 
 from accelerate.base import LARGEST, SMALLEST, ConfigurationError, itemized, shown, str_to_bool, wrong_value
 
-Spelling = Callable[[Any], str | None]
+Encoder = Callable[[Any], str | None]
 """Encoder of a value for an environment variable, where ``None`` does not set the variable."""
 
 
-def _spelling(case: Callable[[str], str] = str, writes_empty: bool = True) -> Spelling:
+def _encoder(case: Callable[[str], str] = str, writes_empty: bool = True) -> Encoder:
     """Returns a function that encodes text in a case, and encodes ``None`` as no text."""
 
-    def spell(value: object) -> str | None:
+    def encode(value: object) -> str | None:
         is_written = value is not None and (writes_empty or value != "")
         return case(str(value)) if is_written else None
 
-    return spell
+    return encode
 
 
-as_text = _spelling()
-lower = _spelling(str.lower)
-upper = _spelling(str.upper)
-unless_empty = _spelling(writes_empty=False)
-unless_empty_lower = _spelling(str.lower, writes_empty=False)
+as_text = _encoder()
+lower = _encoder(str.lower)
+upper = _encoder(str.upper)
+unless_empty = _encoder(writes_empty=False)
+unless_empty_lower = _encoder(str.lower, writes_empty=False)
 
 
 def lower_bool(value: object) -> str | None:
@@ -49,7 +49,7 @@ def as_bit(value: object) -> str | None:
     return None if value is None else str(int(bool(value)))
 
 
-def only_true(text: str) -> Spelling:
+def only_true(text: str) -> Encoder:
     """Returns a function that encodes True as `text`, and other values as no text."""
     return lambda value: text if value else None
 
@@ -62,7 +62,7 @@ class Option:
     kind: type  # bool, int, float, str, tuple or dict (of the user's own, in files only)
     default: Any
     help: str  # one sentence for `-h` and the docs
-    spell: Spelling
+    encode: Encoder
     flags: tuple[str, ...]  # flags on the command line, or empty
     flag_default: Any  # what an absent flag leaves in the namespace (part of the interface, not a setting)
     flag_type: Callable[[str], Any]  # how argparse converts the text of the flag
@@ -212,8 +212,8 @@ class Section:
     env_prefix: ClassVar[str | None] = None
     makes_flags: ClassVar[bool] = True  # options have a flag by default
     takes_words: ClassVar[bool] = False  # flags of yes/no options take true or false, and are no switches
-    spell: ClassVar[Spelling] = as_text  # how options are written into variables by default
-    spell_optional: ClassVar[Spelling] = as_text  # the same for options whose default is None
+    encode: ClassVar[Encoder] = as_text  # how options are written into variables by default
+    encode_optional: ClassVar[Encoder] = as_text  # the same for options whose default is None
 
     @classmethod
     def active(cls, values: Mapping[str, Any]) -> bool:
@@ -258,7 +258,7 @@ def _row(section: type[Section], field: dataclasses.Field[Any], hint: Any) -> Op
         "field": field.name.removeprefix(section.field_prefix),
         "offers": declared.get("choices", ()),
         "variables": (env,) if isinstance(env, str) else env,
-        "spell": section.spell_optional if default is None else section.spell,
+        "encode": section.encode_optional if default is None else section.encode,
     }
     return Option(name=field.name, kind=kind, default=default, **{**follows, **declared})
 

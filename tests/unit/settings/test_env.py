@@ -44,8 +44,8 @@ def test_settings_written_by_the_launcher_are_read_by_the_worker(section: type[S
     written = env.encode(merge_layers(Layer(FLAG, values)), (section,))
     decoded = env.decode(section, written)
     for row in rows:
-        spelled = row.spell(values[row.name]) if len(row.variables) == 1 else True
-        expected = values[row.name] if spelled is not None else row.default
+        encoded = row.encode(values[row.name]) if len(row.variables) == 1 else True
+        expected = values[row.name] if encoded is not None else row.default
         assert getattr(decoded, row.name) == expected, row.name
 
 

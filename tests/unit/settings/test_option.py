@@ -105,7 +105,7 @@ def test_undeclared_attributes_follow_from_the_type() -> None:
         read: bool = option(False, "A flag that is read.", flag_type=str)
         other: int = option(3, "With its own.", key="its_key", flag_default=7, action="append", limits=(1, 9))
         text: str = option(
-            "a", "Spelled.", env=("A", "B"), spell=str.upper, group="Group", choices=("a", "b")
+            "a", "Spelled.", env=("A", "B"), encode=str.upper, group="Group", choices=("a", "b")
         )
 
     rows = {row.name: row for row in Declared.options()}
@@ -116,7 +116,7 @@ def test_undeclared_attributes_follow_from_the_type() -> None:
     assert [row.limits for row in rows.values()] == [None, None, (1, 9), None]
     assert [row.group for row in rows.values()] == [*["Declared"] * 3, "Group"]
     assert (rows["text"].variables, rows["text"].offers) == (("A", "B"), ("a", "b"))
-    assert rows["text"].spell is str.upper
+    assert rows["text"].encode is str.upper
     assert rows["other"].default == 3
 
 
@@ -124,14 +124,14 @@ def test_undeclared_attributes_follow_from_the_type() -> None:
 class Words(Section):
     title = "Words"
     takes_words = True
-    spell = lower_bool
-    spell_optional = unless_empty
+    encode = lower_bool
+    encode_optional = unless_empty
     env_prefix = ""
 
     on: bool = option(True, "library: use it (true or false).", ask=True)
     optional: bool | None = option(None, "A word.")
     read: bool = option(False, "A word that is read.", flag_type=str)
-    kind: str | None = option(None, "A text.", spell=upper)
+    kind: str | None = option(None, "A text.", encode=upper)
 
 
 def test_a_section_decides_for_options_that_declare_nothing() -> None:
@@ -139,7 +139,7 @@ def test_a_section_decides_for_options_that_declare_nothing() -> None:
     assert [row.action for row in rows.values()] == ["store"] * 4
     assert [row.flag_default for row in rows.values()] == ["true", None, False, None]
     assert [row.flag_type for row in rows.values()] == [str, str, str, str]
-    assert [row.spell for row in rows.values()] == [lower_bool, unless_empty, lower_bool, upper]
+    assert [row.encode for row in rows.values()] == [lower_bool, unless_empty, lower_bool, upper]
     assert rows["on"].ask == "Use it?"
     assert rows["optional"].ask is None
 

@@ -50,7 +50,7 @@ def data_parallel_on_devices(answers: Mapping[str, Any]) -> bool:
     return PARADIGM_OF_TYPE.get(answers["distributed_type"]) in ("multi_gpu", "use_fsdp", "use_deepspeed")
 
 
-_paradigm = partial(option, False, group=PARADIGMS, key=None, spell=only_true("true"))
+_paradigm = partial(option, False, group=PARADIGMS, key=None, encode=only_true("true"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class LaunchSection(Section):
         group=HARDWARE,
         key="use_cpu",
         env="ACCELERATE_USE_CPU",
-        spell=only_true("True"),
+        encode=only_true("True"),
         ask="Run on CPU only, even if there is an accelerator?",
         when=lambda answers: answers["distributed_type"] == "NO",
     )
@@ -112,7 +112,7 @@ class LaunchSection(Section):
         False,
         "Bind each process to the CPU cores nearest to its device (NUMA).",
         env="ACCELERATE_CPU_AFFINITY",
-        spell=only_true("1"),
+        encode=only_true("1"),
         advanced=True,
         ask="Bind each process to the CPU cores nearest to its device?",
         when=data_parallel_on_devices,
@@ -139,7 +139,7 @@ class LaunchSection(Section):
         group=GENERAL,
         flag_default=None,
         env="ACCELERATE_DEBUG_MODE",
-        spell=only_true("true"),
+        encode=only_true("true"),
         advanced=True,
         ask="Check before each collective that all processes agree on shapes (slow)?",
         when=several_processes,
@@ -248,12 +248,12 @@ class DiagnosticsSection(Section):
     step_times: bool = option(
         False,
         "Print the time of steps by phase, and what makes them slow, at the end of the run.",
-        spell=only_true("true"),
+        encode=only_true("true"),
     )
     monitor: bool = option(
         False,
         "Show throughput, the time of steps by phase, memory and conclusions in the terminal during the run.",
-        spell=lambda value: None,  # for the launcher alone
+        encode=lambda value: None,  # for the launcher alone
     )
     peak_tflops: float | None = optional(
         "Peak of a device in 10^12 FLOPs per second, for the model FLOPs utilization that count_flops "

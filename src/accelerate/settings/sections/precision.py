@@ -49,7 +49,7 @@ _ao_option = partial(
     option,
     flag_default="true",
     flag_type=true_or_false,
-    spell=as_bit,
+    encode=as_bit,
     ask=True,
     when=lambda answers: answers["fp8_backend"] == "ao",
 )
@@ -90,7 +90,7 @@ class Fp8Section(Section):
         choices=get_args(FP8Format),
         key="fp8_format",
         field="fp8_format",
-        spell=upper,
+        encode=upper,
         ask="Which FP8 format?",
     )
     fp8_amax_history_len: int = _te_option(
@@ -158,7 +158,7 @@ class DynamoSection(Section):
         "Compiler of torch.compile; no leaves models as they are.",
         choices=BACKENDS,
         flag_default=None,
-        spell=upper,
+        encode=upper,
         ask="Which torch.compile backend (no for none)?",
         advanced=True,
     )

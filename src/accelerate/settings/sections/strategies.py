@@ -55,17 +55,17 @@ class DeepSpeedSection(Section):
     switch = "--use_deepspeed"
     env_prefix = "ACCELERATE_DEEPSPEED_"
     takes_words = True
-    spell_optional = unless_empty_lower
+    encode_optional = unless_empty_lower
 
     deepspeed_config_file: str | None = optional(
         "DeepSpeed's own JSON configuration; its values win over the flags of this group.",
         env="ACCELERATE_DEEPSPEED_CONFIG_FILE",
-        spell=unless_empty,
+        encode=unless_empty,
         ask="Path of DeepSpeed's JSON configuration (empty for none)?",
     )
     zero_stage: int | None = _inline_option(
         "ZeRO stage: 0, 1, 2 or 3.",
-        spell=as_text,
+        encode=as_text,
         limits=(0, 3),
         ask="Which ZeRO stage?",
         offers=("0", "1", "2", "3"),
@@ -81,13 +81,13 @@ class DeepSpeedSection(Section):
     )
     offload_optimizer_nvme_path: str | None = optional(
         "Folder on NVMe for optimizer states.",
-        spell=unless_empty,
+        encode=unless_empty,
         ask="Which folder on NVMe for optimizer states?",
         when=lambda answers: answers["offload_optimizer_device"] == "nvme",
     )
     offload_param_nvme_path: str | None = optional(
         "Folder on NVMe for parameters.",
-        spell=unless_empty,
+        encode=unless_empty,
         ask="Which folder on NVMe for parameters?",
         when=lambda answers: answers["offload_param_device"] == "nvme",
     )
@@ -129,7 +129,7 @@ class DeepSpeedSection(Section):
         "Class names of mixture-of-experts layers that ZeRO-3 must not enter, separated by commas.",
         env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
         field="transformer_moe_cls_names",
-        spell=unless_empty,
+        encode=unless_empty,
         ask="Class names of mixture-of-experts layers that ZeRO-3 must not enter (empty for none)?",
         advanced=True,
     )
@@ -148,8 +148,8 @@ class FsdpSection(Section):
     switch = "--use_fsdp"
     env_prefix = ""
     takes_words = True
-    spell = lower_bool
-    spell_optional = unless_empty
+    encode = lower_bool
+    encode_optional = unless_empty
 
     fsdp_version: int = option(
         1,
@@ -180,7 +180,7 @@ class FsdpSection(Section):
         "true",
         "Free the parameters between forward and backward: true or false with FSDP 2, a sharding strategy "
         "with FSDP 1.",
-        spell=lower,
+        encode=lower,
         ask="Free the parameters between forward and backward?",
         offers=("true", "false"),
         when=lambda answers: answers["fsdp_version"] == 2,
@@ -250,7 +250,7 @@ class MegatronSection(Section):
     switch = "--use_megatron_lm"
     env_prefix = ""
     takes_words = True
-    spell_optional = unless_empty
+    encode_optional = unless_empty
 
     megatron_lm_tp_degree: int = option(
         1, "Processes that share each layer (tensor parallelism).", ask="What is the tensor-parallel degree?"
@@ -408,7 +408,7 @@ class SequenceParallelSection(_MeshSection):
     switch = f"--{size} above 1"
 
     parallelism_config_sp_seq_length: int | None = optional(
-        "Length of the sequences, where all have the same.", flag_type=str, spell=str
+        "Length of the sequences, where all have the same.", flag_type=str, encode=str
     )
     parallelism_config_sp_seq_length_is_variable: bool = option(
         True, "Sequences have different lengths (true or false).", flag_type=true_or_false
