@@ -485,6 +485,17 @@ def regression_batch() -> Batch:
     return {"values": torch.randn(4000, 16), "labels": torch.rand(4000, 256)}
 
 
+class Orthogonal(nn.Module):
+    """A layer whose weight is the exponential of a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.orthogonal(nn.Linear(256, 256), orthogonal_map="matrix_exp")
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.linear(values).pow(2).mean()
+
+
 MODELS_OF_TORCH: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
     "nn.LSTM": (partial(Recurrent, "LSTM"), text),
     "nn.LSTM bidirectional": (partial(Recurrent, "LSTM", True), text),
@@ -505,6 +516,7 @@ MODELS_OF_TORCH: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] 
     "MSE loss": (partial(Regression, nn.functional.mse_loss), regression_batch),
     "Smooth L1 loss": (partial(Regression, nn.functional.smooth_l1_loss), regression_batch),
     "Binary cross entropy": (partial(Regression, nn.functional.binary_cross_entropy), regression_batch),
+    "Orthogonal layer": (Orthogonal, lambda: {"values": torch.randn(64, 256)}),
     "Conv3d": (partial(convolutional, 3, (16, 16, 16)), partial(labeled, 4, 3, 16, 16, 16)),
 }
 

@@ -27,6 +27,8 @@ PACK = operator("_pack_padded_sequence.default")
 """Operator of `pack_padded_sequence`, whose results have sizes that depend on the lengths."""
 MAX_INTEGERS, MAX_FLOATS = 2**22, 2**16
 """Elements of the largest integer and floating-point tensors whose values are stored."""
+LINEAR_ALGEBRA, MAX_MEASURED = ("linalg_", "_linalg_"), 64
+"""Beginnings of the names of operators with intermediate matrices, and the largest size that is measured."""
 MAX_BYTES = 2**28
 """Most bytes of the arguments without known values for which an operator runs with ones."""
 
@@ -143,6 +145,7 @@ class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.values: Any = WeakIdKeyDictionary()
+        self.intermediates: dict[Any, float] = {}  # of linear algebra, relative to the bytes of arguments
         self.current: Any = None  # the operator that runs
         self.before_each: Callable[[], None] = lambda: None
 
@@ -182,8 +185,22 @@ class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
             value = self._compute(func, args, kwargs) if known else None
         if _is_loss(func) and isinstance(result, Tensor) and not result.ndim:  # keeps what it has reduced
             result = args[0].new_empty(args[0].numel()).as_strided((), ())
+        if _name_of(func).startswith(LINEAR_ALGEBRA):
+            self._allocate_intermediates(func, args)
         self._store_results(func, args, kwargs, result, value)
         return result
+
+    def _allocate_intermediates(self, func: Any, args: Sequence[Any]) -> None:
+        """Allocates and frees the matrices that an operator of linear algebra has besides its results.
+
+        Those of other devices are the same, and are measured once with small matrices on the CPU.
+        """
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        key = (func, *((tensor.dtype, tensor.ndim) for tensor in tensors))
+        if key not in self.intermediates:
+            self.intermediates[key] = _measure_intermediates(func, args)
+        if size := round(self.intermediates[key] * sum(tensor.nbytes for tensor in tensors)):
+            tensors[0].new_empty(size, dtype=torch.uint8)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs an operator on fake tensors.
@@ -344,8 +361,38 @@ def _pad_packed(
     return padded.transpose(0, 1) if batch_first else padded, lengths
 
 
+def _measure_intermediates(func: Any, args: Sequence[Any]) -> float:
+    """Returns the bytes of the intermediate tensors of an operator, relative to those of its arguments."""
+
+    def small(argument: Any) -> Any:
+        if not isinstance(argument, Tensor):
+            return argument
+        shape = [min(size, MAX_MEASURED) for size in argument.shape]
+        values = torch.zeros(shape, dtype=argument.dtype)
+        if not values.is_floating_point():
+            return values
+        # The norm of a matrix decides the degree of its exponential: it is that of a common initialization.
+        return values.normal_(0.0, 0.5 / max(shape, default=1), generator=torch.Generator().manual_seed(0))
+
+    with torch_private.no_dispatch():
+        real = [small(argument) for argument in args]
+        try:
+            measured = torch_private.peak_on_cpu(lambda: func(*real))
+        except RuntimeError:  # such as for a matrix that is not positive definite
+            return 0.0
+    if measured is None:
+        return 0.0
+    result, peak = measured
+    inside = peak - sum(tensor.untyped_storage().nbytes() for tensor in iterate_tensors(result))
+    return inside / max(sum(tensor.nbytes for tensor in iterate_tensors(real)), 1)
+
+
+def _name_of(func: Any) -> str:
+    return getattr(getattr(func, "overloadpacket", None), "__name__", "")
+
+
 def _is_loss(func: Any) -> bool:
-    name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
+    name = _name_of(func)
     return name.endswith("_loss") or name == "binary_cross_entropy"
 
 

@@ -108,6 +108,7 @@ from accelerate.torch_private.tracing import (
     mutated_by as mutated_by,
     operator as operator,
     packet_of as packet_of,
+    peak_on_cpu as peak_on_cpu,
     record_moments as record_moments,
     replace_module_hooks as replace_module_hooks,
     selective_checkpoint_contexts as selective_checkpoint_contexts,

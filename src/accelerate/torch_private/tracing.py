@@ -197,6 +197,32 @@ def mutated_by(func: Any) -> list[str]:
     ]
 
 
+def peak_on_cpu(work: Callable[[], Any]) -> tuple[Any, int] | None:
+    """Returns the result of a function, and the peak of the bytes that its operators have allocated.
+
+    The public profiler records the same allocations, but prints messages.
+
+    Returns:
+        None if this thread is being profiled already, or torch has no such profiler.
+    """
+    module: Any = torch.autograd
+    if not hasattr(module, "_enable_profiler_legacy") or module._profiler_enabled():
+        return None
+    options = module.ProfilerConfig(
+        module.ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig()
+    )
+    module._enable_profiler_legacy(options)
+    try:
+        result = work()
+    finally:
+        threads = module._disable_profiler_legacy()
+    allocated = peak = 0
+    for event in (event for thread in threads for event in thread if event.kind() == "memory_alloc"):
+        allocated += event.cpu_memory_usage()
+        peak = max(peak, allocated)
+    return result, peak
+
+
 @contextmanager
 def fake_parameters_converted() -> Iterator[None]:
     """Replaces `Module._apply` inside the block, so that `Module.to` converts fake parameters.

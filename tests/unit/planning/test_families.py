@@ -23,6 +23,7 @@ IN_GATE = [
     "BatchNorm1d transposed",
     "Gradient penalty",
     "MSE loss",
+    "Orthogonal layer",
 ]
 
 
