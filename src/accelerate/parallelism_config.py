@@ -258,6 +258,7 @@ class ParallelismConfig:
         Returns:
             The mesh, or None for a single rank.
         """
+        import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
         shape, names = self._get_mesh()
@@ -272,6 +273,9 @@ class ParallelismConfig:
         for name, axes in flattened.items():
             if axes:
                 torch_private.flatten_mesh(mesh[tuple(axes)], name)
+        if dist.get_backend() == "gloo":
+            # A process that ends before the other ranks have connected to each other would make them fail.
+            dist.barrier()
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
