@@ -44,8 +44,11 @@ FLAGS = [
     ((*LAUNCH, "--monitor_interval", "soon", TRAIN), "invalid float value: 'soon'"),
     ((*LAUNCH, "--use_fsdp", "--fsdp_version", "3", TRAIN), "invalid choice: '3'"),
     ((*LAUNCH, "--use_fsdp", "--fsdp_offload_params", "perhaps", TRAIN), "--fsdp_offload_params='perhaps'"),
-    ((*LAUNCH, "--fp8_override_linear_precision", "true,maybe,true", TRAIN), "fp8_override_linear_precision"),
+    ((*LAUNCH, "--fp8_override_linear_precision", "true,maybe,true", TRAIN), "must be three words"),
     (("launch", "--dry_run", "--multi_gpu", "--num_processes", "2", TRAIN), "shows no accelerator"),
+    ((*LAUNCH, "--fp8_pad_inner_dim", "x", TRAIN), "'x' must be true or false"),
+    ((*LAUNCH, "--slurm", TRAIN), "--slurm=True: this is not inside an allocation of SLURM"),
+    ((*LAUNCH, "--submit", TRAIN), "--submit=True: it belongs to --slurm"),
     ((*LAUNCH, "-m", "--no_python", "a"), "--module and --no_python exclude each other"),
     ((*LAUNCH, "--config_file", "nowhere.yaml", TRAIN), "'nowhere.yaml': there is no such file"),
     ((*LAUNCH, "--config_file", ".", TRAIN), "it is a folder"),
@@ -55,6 +58,7 @@ FLAGS = [
     (("config", "update", "--config_file", "nowhere.yaml"), "there is no such file"),
     (("config", "show"), "There is no configuration file at"),
     (("env", "--config_file", "nowhere.yaml"), "there is no such file"),
+    (("test", "--num_processes", "x"), "invalid int value: 'x'"),
     (("test", "--config_file", "nowhere.yaml"), "there is no such file"),
     (("estimate-memory",), "the following arguments are required: model_name"),
     (("estimate-memory", "./nowhere"), "there is no such file or folder"),
@@ -110,6 +114,7 @@ MERGE_BOMB = "a0: &a0 {x: 1}\n" + "".join(
     f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12)
 )
 FILES = [
+    ("qqqqqq: 1", "qqqqqq: there is no such setting. Remove it"),
     ("num_proceses: 2", "num_proceses: there is no such setting. Did you mean num_processes?"),
     ("fsdp_config: {fsdp_versoin: 2}", "fsdp_config.fsdp_versoin: there is no such setting. Did you"),
     ("deepspeed_config: {stage: 2}", "deepspeed_config.stage: there is no such setting"),

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.base import ConfigurationError, patch_environment
+from accelerate.base import patch_environment
 from accelerate.commands import launch
 from accelerate.commands.launch import launch_command, launch_command_parser, make_plan, read_settings
 from accelerate.commands.utils import run_command
-from accelerate.launch import Target, choose_cpu_or_devices
+from accelerate.launch import choose_cpu_or_devices
 from accelerate.launch.layout import CHOSEN
 
 
@@ -43,20 +43,6 @@ def test_arguments_after_the_script_belong_to_the_script(own: list[str]) -> None
     assert plan.target.name == "train.py"
     assert plan.processes == 1
     assert settings.source("num_processes") == CHOSEN
-
-
-def test_kinds_of_targets() -> None:
-    assert Target.of(parse("-m", "a.b", "1")).kind == "module"
-    assert Target.of(parse("--no_python", "a")).kind == "program"
-    assert Target.of(parse("a.py")).kind == "script"
-
-
-@pytest.mark.parametrize(
-    "words", [("--num_processes", "2"), ("--num-processes", "2"), ("--num-processes=2",)]
-)
-def test_flags_are_accepted_with_dashes_and_underscores(words: tuple[str, ...]) -> None:
-    plan, _ = make_plan(parse("--cpu", *words, "train.py"))
-    assert plan.processes == 2
 
 
 def test_flag_over_environment_over_file_over_default_file(tmp_path: Path) -> None:
@@ -106,48 +92,6 @@ def test_validate_fills_the_namespace(tmp_path: Path) -> None:
     assert config.mixed_precision == "bf16"
     args, config, from_file = launch._validate_launch_command(parse("--cpu", "train.py"))
     assert (args.mixed_precision, config, from_file) == ("no", None, False)
-
-
-BAD = [
-    (["--num_proceses", "2", "train.py"], "did you mean --num_processes?"),
-    (["--num_processes", "two", "train.py"], "invalid int value: 'two'"),
-    (["--mixed_precision", "fp32", "train.py"], "invalid choice: 'fp32'"),
-    (["--multi_gpu", "--num_processes", "2", "train.py"], "shows no accelerator"),
-    (["--config_file", "nowhere.yaml", "train.py"], "--config_file='nowhere.yaml': there is no such file"),
-    (["--cpu", "--num_processes", "-3", "train.py"], "--num_processes=-3: at least one process is needed"),
-    (["--cpu", "--num_machines", "2", "train.py"], "several machines need an address for the rendezvous"),
-    (["--slurm", "train.py"], "--slurm=True: this is not inside an allocation of SLURM"),
-    (["--submit", "train.py"], "--submit=True: it belongs to --slurm"),
-    (["--mpirun_hostfile", "nowhere", "train.py"], "The file nowhere cannot be read"),
-    (["--cpu", "nowhere.py"], "There is no script 'nowhere.py' here"),
-    (["-m", "--no_python", "a"], "--module and --no_python exclude each other"),
-    ([], "the script to run is missing: accelerate launch [options] train.py"),
-]
-
-
-@pytest.mark.parametrize(("words", "problem"), BAD)
-def test_bad_input_gives_one_message_and_exit_code_2(
-    words: list[str],
-    problem: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["accelerate-launch", *words])
-    with pytest.raises(SystemExit) as caught:
-        launch.main()
-    assert caught.value.code == 2
-    err = capsys.readouterr().err
-    assert problem in err
-    assert "Traceback" not in err
-    assert "error: " in err
-
-
-def test_a_wrong_variable_is_named() -> None:
-    with (
-        patch_environment(ACCELERATE_MIXED_PRECISION="fp32"),
-        pytest.raises(ConfigurationError, match="ACCELERATE_MIXED_PRECISION='fp32'"),
-    ):
-        make_plan(parse("--cpu", "train.py"))
 
 
 def test_help_fits_a_narrow_terminal_and_omits_other_training_methods(
@@ -208,12 +152,6 @@ def test_cpu_and_multi_gpu_of_different_places(
 def test_a_flag_for_devices_without_effect_is_named() -> None:
     settings = choose_cpu_or_devices(read_settings(parse("--cpu", "--gpu_ids", "0", "x.py")))
     assert settings.notes == ("--gpu_ids has no effect on the CPU",)
-
-
-def test_one_process_of_a_larger_world_size_is_noted() -> None:
-    with patch_environment(RANK="1", WORLD_SIZE="2"):
-        (note,) = make_plan(parse("--cpu", "x.py"))[0].notes
-    assert "assumed 1 process on CPU (rank 1 of WORLD_SIZE=2), mixed" in note
 
 
 def test_cpu_and_multi_gpu_as_flags_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:

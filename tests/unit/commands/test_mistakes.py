@@ -186,9 +186,3 @@ def test_step_times_are_printed_as_a_table() -> None:
     assert lines[0].split() == ["run", "last", "window"]
     assert lines[1].split() == ["steps", "0", "0"]
     assert len({len(line) for line in lines}) == 1
-
-
-def test_the_self_check_takes_a_number_of_processes(tmp_path: Path) -> None:
-    ended = run([*ACCELERATE, "test", "--num_processes", "x"], tmp_path)
-    assert ended.returncode == 2
-    assert "invalid int value" in ended.stderr

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import json
-
 import pytest
 
 from accelerate.base import ConfigurationError
 from accelerate.plugins import AutoValues, HfDeepSpeedConfig
 from accelerate.plugins.deepspeed_config import leaves, same_value, without_auto
-from accelerate.settings import read_config, refuse_config
+from accelerate.settings import refuse_config
 
 CONFIG = {
     "a": {"b": {"c": 1, "yes": True, "no": False}},
@@ -23,31 +20,6 @@ def test_a_configuration_copies_the_given_dictionary():
     config = HfDeepSpeedConfig(given)
     config.config["zero_optimization"]["stage"] = 1
     assert given == {"zero_optimization": {"stage": 2}}
-
-
-@pytest.mark.parametrize("how", ["file", "path", "base64"])
-def test_a_configuration_is_read_from_a_file_or_base64(how, tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG))
-    text = base64.urlsafe_b64encode(json.dumps(CONFIG).encode()).decode()
-    assert read_config({"file": str(path), "path": path, "base64": text}[how]) == CONFIG
-
-
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("/no/such/file.json", "no such file"),
-        (5, "it is a int"),
-        ("broken.json", "not JSON"),
-        ("list.json", "no object"),
-    ],
-)
-def test_invalid_configurations_are_refused(source, reason, tmp_path):
-    (tmp_path / "broken.json").write_text("{")
-    (tmp_path / "list.json").write_text("[1]")
-    given = str(tmp_path / source) if str(source) in ("broken.json", "list.json") else source
-    with pytest.raises(ConfigurationError, match=reason):
-        HfDeepSpeedConfig(given)
 
 
 @pytest.mark.parametrize(

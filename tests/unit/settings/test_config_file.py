@@ -75,40 +75,6 @@ def test_nested_values_reach_their_options(tmp_path: Path) -> None:
     assert values["use_parallelism_config"] is True
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("num_proceses: 2", "num_proceses: there is no such setting. Did you mean num_processes?"),
-        (
-            "fsdp_config: {fsdp_versoin: 2}",
-            "fsdp_config.fsdp_versoin: there is no such setting. Did you mean",
-        ),
-        ("qqqqqq: 1", "qqqqqq: there is no such setting. Remove it"),
-        ("num_processes: many", "num_processes='many': this must be a whole number"),
-        ("mixed_precision: fp32", "mixed_precision='fp32': this is not one of the accepted values"),
-        ("use_cpu: perhaps", "use_cpu='perhaps': this must be yes or no"),
-        ("fsdp_config: 3", "fsdp_config=3: this must be a group of settings"),
-        ("distributed_type: MANY", "distributed_type='MANY': there is no such strategy"),
-        ("- a\n- b", "holds no settings"),
-        ("", "holds no settings"),
-        ("a: [1", "is not valid"),
-        ("\tx", "is not valid"),
-    ],
-)
-def test_a_wrong_file_gives_one_clear_error(tmp_path: Path, text: str, problem: str) -> None:
-    path = write(tmp_path, text)
-    with pytest.raises(ConfigurationError) as caught:
-        config_file.read_layer(path, "file")
-    assert problem in str(caught.value)
-    assert str(path) in str(caught.value)
-
-
-def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
-    path = write(tmp_path, "num_proceses: 2\nmixed_precision: fp32\nuse_cpu: perhaps\n")
-    with pytest.raises(ConfigurationError, match="3 settings are wrong"):
-        config_file.read_layer(path, "file")
-
-
 def test_empty_entries_are_ignored(tmp_path: Path) -> None:
     path = write(tmp_path, "num_processes:\nfsdp_config:\nmixed_precision: bf16\n")
     assert dict(config_file.read_layer(path, "file").values) == {"mixed_precision": "bf16"}

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from accelerate.base import ConfigurationError
 from accelerate.settings import FLAG, SECTIONS, Layer, Option, Section, all_options, env, merge_layers
 from accelerate.settings.sections import DynamoSection, Fp8Section, PrecisionSection
 
@@ -86,14 +85,6 @@ def test_the_bare_name_counts_where_the_long_one_is_absent() -> None:
 def test_one_of_three_variables_is_enough() -> None:
     decoded = env.decode(Fp8Section, {"ACCELERATE_FP8_OVERRIDE_DGRAD": "true"})
     assert decoded.fp8_override_linear_precision == (False, True, False)
-
-
-def test_wrong_variables_are_all_named() -> None:
-    wrong = {"ACCELERATE_MIXED_PRECISION": "fp32", "ACCELERATE_FP8_MARGIN": "wide"}
-    with pytest.raises(ConfigurationError) as caught:
-        env.read(wrong, SECTIONS)
-    assert "ACCELERATE_MIXED_PRECISION='fp32'" in str(caught.value)
-    assert "ACCELERATE_FP8_MARGIN='wide': this must be a whole number" in str(caught.value)
 
 
 def test_no_two_options_share_a_variable() -> None:

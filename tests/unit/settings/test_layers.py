@@ -1,12 +1,6 @@
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from pathlib import Path
-
-import pytest
-
-from accelerate.settings import BUILT_IN, ENVIRONMENT, FLAG, Layer, config_file, env, merge_layers
+from accelerate.settings import BUILT_IN, FLAG, Layer, merge_layers
 from accelerate.settings.sections import LaunchSection, PrecisionSection
 
 
@@ -15,43 +9,6 @@ def test_without_layers_everything_is_built_in() -> None:
     assert settings[PrecisionSection].mixed_precision == "no"
     assert settings.source("mixed_precision") == BUILT_IN
     assert not settings.given("mixed_precision")
-
-
-def flag_layer(folder: Path) -> Layer:
-    return Layer(FLAG, {"mixed_precision": "fp16"})
-
-
-def environment_layer(folder: Path) -> Layer:
-    return env.layer({"ACCELERATE_MIXED_PRECISION": "bf16"})
-
-
-def layer_of_file(folder: Path) -> Layer:
-    path = folder / "config.yaml"
-    path.write_text("mixed_precision: fp8\n")
-    return config_file.read_layer(path, str(path))
-
-
-def nothing(folder: Path) -> Layer:
-    return Layer("nothing", {})
-
-
-STRENGTH: list[tuple[str, Callable[[Path], Layer]]] = [
-    ("fp16", flag_layer),
-    ("bf16", environment_layer),
-    ("fp8", layer_of_file),
-]
-
-
-@pytest.mark.parametrize("present", list(itertools.product([True, False], repeat=3)))
-def test_precedence_is_flag_environment_file_built_in(tmp_path: Path, present: tuple[bool, ...]) -> None:
-    rows = list(zip(STRENGTH, present, strict=True))
-    layers = [make(tmp_path) if there else nothing(tmp_path) for (_, make), there in rows]
-    wanted = next((value for (value, _), there in rows if there), "no")
-    settings = merge_layers(*reversed(layers))
-    assert settings.values["mixed_precision"] == wanted
-    assert environment_layer(tmp_path).source == ENVIRONMENT
-    sources = [layer.source for layer, there in zip(layers, present, strict=True) if there]
-    assert settings.source("mixed_precision") == (sources[0] if sources else BUILT_IN)
 
 
 def test_a_flag_for_a_training_method_overrides_that_of_the_file() -> None:

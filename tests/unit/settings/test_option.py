@@ -167,11 +167,6 @@ def test_an_unknown_attribute_is_refused() -> None:
         Wrong.options()
 
 
-def test_a_number_too_large_for_a_float_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"0: this must be a number\. Change the value"):
-        ROWS["share"].read(10**400, "the place")
-
-
 def test_several_problems_are_one_error() -> None:
     refuse_all([])
     with pytest.raises(ConfigurationError, match="^only this$"):

@@ -15,8 +15,6 @@ from accelerate.settings.parser import (
     YELLOW,
     colored,
     nearest,
-    unknown_command,
-    unknown_flag,
     wants_color,
     wrong_choice,
 )
@@ -105,19 +103,6 @@ def test_the_nearest_option_is_suggested(word: str, known: tuple[str, ...], mean
     assert nearest(word, known) == meant
 
 
-def test_commands() -> None:
-    assert (
-        unknown_command("lauch", ["launch", "env"]) == "there is no command 'lauch'. Did you mean 'launch'?"
-    )
-    assert unknown_command("x", ["launch", "env"]) == "there is no command 'x'. There are: launch, env."
-
-
 def test_values() -> None:
     assert wrong_choice("bad", "bfloat16", PRECISIONS) == "bad. Did you mean 'bf16'?"
     assert wrong_choice("bad", 3, (1, 2)) == "bad"
-
-
-def test_flags() -> None:
-    error = "unrecognized arguments: x --cfg=y"
-    assert unknown_flag(error, FLAGS, "run") == " (did you mean --config_file? See run --help)"
-    assert unknown_flag("unrecognized arguments: x", FLAGS, "run") == " (see run --help)"

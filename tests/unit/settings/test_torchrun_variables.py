@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,12 +30,6 @@ def plan(environ: dict[str, str], *words: str) -> LaunchPlan:
         return make_plan(launch_command_parser().parse_args([*words, "train.py"]))[0]
 
 
-def test_variables_of_an_operator_set_the_launch() -> None:
-    made = plan(KUBEFLOW, "--cpu")
-    assert (made.processes, made.machines, made.machine) == (6, 2, 1)
-    assert (made.address, made.port) == ("job-node-0-0.job", 29400)
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -51,13 +44,6 @@ def test_variables_of_an_operator_set_the_launch() -> None:
 def test_flags_override_torchrun_variables(words: list[str], expected: tuple[int, int, int]) -> None:
     made = plan(KUBEFLOW, "--cpu", *words)
     assert (made.processes, made.machines, made.machine) == expected
-
-
-def test_torchrun_variables_override_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("distributed_type: 'NO'\nnum_processes: 1\nnum_machines: 1\nuse_cpu: true\n")
-    assert plan(KUBEFLOW, "--config_file", str(path)).processes == 6
-    assert plan({}, "--config_file", str(path)).processes == 1
 
 
 @pytest.mark.parametrize(

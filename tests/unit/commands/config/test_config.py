@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accelerate.base import ConfigurationError, patch_environment
+from accelerate.base import ConfigurationError
 from accelerate.commands import config
 from accelerate.commands.config.config import main
 from accelerate.commands.config.default import write_basic_config
@@ -86,22 +86,3 @@ def test_show_prints_the_file(
     out = capsys.readouterr().out
     assert out.startswith(f"# {path}\n")
     assert "mixed_precision: fp16" in out
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (("update", "--config_file", "nowhere"), "there is no such file"),
-        (("show",), "There is no configuration file at"),
-    ],
-)
-def test_bad_input_is_one_message(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    words: tuple[str, ...],
-    problem: str,
-) -> None:
-    with patch_environment(HF_HOME=tmp_path):
-        assert run(monkeypatch, *words) == 2
-    assert problem in capsys.readouterr().err
