@@ -148,17 +148,3 @@ def test_filter_keeps_what_the_other_parser_knows() -> None:
     parser.add_argument("script")
     filtered = namespace._filter_args(argparse.Namespace(role="mine", unknown=1), parser, ["a.py"])
     assert vars(filtered) == {"role": "mine", "own": "kept", "script": "a.py"}
-
-
-def test_script_arguments_become_names_and_values() -> None:
-    words = ["--epochs", "3", "--lr", "-1e-3", "--fast", "--name", "x", "--shuffle", "False", "--k=2"]
-    assert namespace._convert_nargs_to_dict(words) == {
-        "epochs": 3,
-        "lr": -0.001,
-        "fast": True,
-        "name": "x",
-        "shuffle": False,
-        "k": 2,
-    }
-    with pytest.raises(ConfigurationError, match="it belongs to no option"):
-        namespace._convert_nargs_to_dict(["lonely"])

@@ -7,34 +7,15 @@ from typing import Any
 import pytest
 
 from accelerate.devices import CUDA, NPU
-from accelerate.launch import Machine, device_ids
-from accelerate.launch.layout import _describe_rank, choose_threads, worker_environment
+from accelerate.launch import Machine
+from accelerate.launch.layout import choose_threads, worker_environment
 from accelerate.settings import FLAG, Layer, merge_layers
-
-
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
-        ({"RANK": "1", "WORLD_SIZE": "4"}, " (rank 1 of WORLD_SIZE=4)"),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, ""),
-        ({"WORLD_SIZE": "4"}, ""),
-        ({"RANK": "1"}, ""),
-        ({}, ""),
-    ],
-)
-def test_one_process_of_a_larger_run_is_named_as_such(variables: dict[str, str], said: str) -> None:
-    assert _describe_rank(variables) == said
 
 
 def test_each_process_has_a_thread_where_there_are_more_processes_than_cores() -> None:
     settings = merge_layers(Layer(FLAG, {"num_processes": 4, "num_machines": 1}))
     settings = choose_threads(settings, Machine(cores=2, environ={}), "elastic", ())
     assert settings.values["num_cpu_threads_per_process"] == 1
-
-
-def test_device_ids_are_split() -> None:
-    assert device_ids("0, 2") == ("0", "2")
-    assert device_ids("all") == device_ids(None) == ()
 
 
 def test_each_kind_of_hardware_has_its_own_variable_for_visible_devices() -> None:

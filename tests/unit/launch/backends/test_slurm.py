@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from accelerate.base import ConfigurationError, LaunchError, current, patch_environment
-from accelerate.commands.launch import launch_command_parser, read_settings
 from accelerate.launch import LaunchPlan, Machine, Target, resolve_plan
 from accelerate.launch.backends import launcher_for
-from accelerate.settings import FLAG, Layer, flags, merge_layers
+from accelerate.settings import FLAG, Layer, merge_layers
 
 TARGET = Target("script", "train.py", ("--lr", "a b"))
 ALLOCATION = {
@@ -94,25 +93,6 @@ def test_a_file_that_asks_for_slurm_is_followed_inside_an_allocation() -> None:
     layer = Layer("c.yaml", {"slurm": True, "num_machines": 1, "cpu": True})
     plan, _ = resolve_plan(merge_layers(layer), Machine(environ=ALLOCATION), TARGET)
     assert (plan.launcher, plan.machines) == ("slurm", 3)
-
-
-def test_arguments_of_the_agent_parse_to_the_same_settings() -> None:
-    given = {
-        "cpu": True,
-        "num_processes": 4,
-        "num_cpu_threads_per_process": 3,
-        "use_fsdp": True,
-        "fsdp_offload_params": True,
-        "fsdp_transformer_layer_cls_to_wrap": "A,B",
-        "rdzv_conf": "a=1,b=-2",
-        "monitor_interval": 0.5,
-        "tee": "3",
-        "debug": True,
-    }
-    settings = merge_layers(Layer(FLAG, given))
-    again = read_settings(launch_command_parser().parse_args([*flags.words(settings), "train.py"]))
-    assert {name: again.values[name] for name in given} == given
-    assert flags.words(again) == flags.words(settings)
 
 
 def submission(tmp_path: Path, **more: Any) -> LaunchPlan:
