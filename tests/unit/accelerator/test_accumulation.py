@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from accelerate.accelerator import Accumulation
@@ -43,37 +42,6 @@ def accumulation_of(steps: int, **fields: Any) -> Accumulation:
     return Accumulation(strategy, gradients, prepared, ReplicaGroups(prepared))
 
 
-def test_only_the_last_micro_batch_synchronizes() -> None:
-    accumulation, model, found = accumulation_of(3), nn.Linear(1, 1), []
-    for _ in range(6):
-        with accumulation.accumulate([model]):
-            found.append((accumulation.step, accumulation.gradients.sync_gradients))
-    assert found == [(1, False), (2, False), (3, True), (4, False), (5, False), (6, True)]
-    assert accumulation.strategy.local == [model] * 4  # type: ignore[attr-defined]
-
-
-def test_each_micro_batch_synchronizes_on_request() -> None:
-    accumulation, model = accumulation_of(2, sync_each_batch=True), nn.Linear(1, 1)
-    for _ in range(2):
-        with accumulation.accumulate([model]):
-            pass
-    strategy: Any = accumulation.strategy
-    assert (strategy.local, strategy.early) == ([], [model])
-
-
-def test_losses_have_equal_weights_without_items() -> None:
-    assert accumulation_of(4).scale(torch.tensor(2.0)) == 0.5
-    loss = torch.tensor(2.0)
-    assert accumulation_of(1).scale(loss) is loss
-
-
-def test_losses_are_weighted_by_items_until_the_window_ends() -> None:
-    accumulation = accumulation_of(1)
-    with accumulation.accumulate([], num_items=4):
-        assert accumulation.scale(torch.tensor(8.0)) == 8.0 * 2 / 4  # two replicas are averaged
-    assert accumulation.weighting is None
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -88,13 +56,3 @@ def test_a_micro_batch_that_does_not_fit_raises_an_error(
     vars(accumulation).update(change)
     with pytest.raises(error, match=message):
         accumulation.accumulate([], num_items=1)
-
-
-def test_items_are_passed_in_all_micro_batches_of_a_window_or_in_none() -> None:
-    accumulation = accumulation_of(2)
-    with accumulation.accumulate([], num_items=1):
-        pass
-    with pytest.raises(StateError, match="in some micro-batches"):
-        accumulation.accumulate([])
-    accumulation.reset()
-    assert (accumulation.step, accumulation.weighting) == (0, None)

@@ -18,10 +18,3 @@ def test_collectives_of_one_process_return_their_input() -> None:
     assert accelerator.gather_for_metrics(["x", "y"]) == ["x", "y"]
     assert accelerator.gather_for_metrics(data, use_gather_object=True) is data
     assert accelerator.pad_across_processes(data["a"], dim=0, pad_index=-1) is data["a"]
-
-
-def test_reduce_scales() -> None:
-    accelerator = Accelerator(cpu=True)
-    value = torch.tensor([2.0])
-    assert accelerator.reduce(value).tolist() == [2.0]
-    assert accelerator.reduce(value, reduction="mean", scale=0.5).tolist() == [1.0]

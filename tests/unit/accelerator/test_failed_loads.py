@@ -249,23 +249,6 @@ def test_a_load_that_fails_changes_nothing(tmp_path: Path, name: str) -> None:
     train(accelerator, objects)
 
 
-CHANGING = {"model", "note", "optimizer", "updates", "schedule", "schedules", "scaler", "epoch", "random"}
-
-
-def test_a_successful_load_restores_all_objects(tmp_path: Path) -> None:
-    accelerator, objects = build()
-    train(accelerator, objects)
-    folder = accelerator.save_state(tmp_path / "one")
-    saved = facts(accelerator, objects)
-    train(accelerator, objects, 2)
-    before = facts(accelerator, objects)
-    assert {key for key in saved if not same(saved[key], before[key])} >= CHANGING
-    accelerator.load_state(folder)
-    after = facts(accelerator, objects)
-    changed = {key for key in saved if not same(saved[key], after[key])}
-    assert changed <= {"position", "counter", "scaler"}, "what is noted of the load itself"
-
-
 REFUSED: dict[str, tuple[Callable[[Path], None], str, set[str]]] = {
     "own: it refuses": (rewritten("custom_checkpoint_0.pkl", refused), "Counter (custom", {"counter"}),
     "scheduler: a number inside": (

@@ -40,13 +40,6 @@ def test_a_window_may_cross_the_end_of_the_loader() -> None:
     assert sync_pattern(accelerator, 3, epochs=2) == [False, True, False, True, False, True]
 
 
-def test_the_steps_can_be_changed_between_epochs() -> None:
-    accelerator = Accelerator(cpu=True)
-    assert accelerator.gradient_accumulation_steps == 1
-    accelerator.gradient_accumulation_steps = 3
-    assert sync_pattern(accelerator, 4) == [False, False, True, True]
-
-
 def test_step_counts_the_batches_of_a_window() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     assert accelerator.step == 0

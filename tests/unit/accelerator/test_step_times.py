@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator
-from accelerate.monitoring import SAVING, Conclusion, RunMonitor, Window, find_records
-from accelerate.state import AcceleratorState, services, step_clock
+from accelerate.monitoring import Conclusion, RunMonitor, Window, find_records
+from accelerate.state import AcceleratorState, services
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -127,16 +126,6 @@ def test_a_step_whose_closure_raises_is_not_counted() -> None:
     assert accelerator.step_times().seconds_by["rest"] > 0.04
 
 
-def test_training_in_another_thread_is_counted() -> None:
-    accelerator = Accelerator(cpu=True)
-    thread = threading.Thread(target=train, args=(accelerator,), kwargs={"rest": 0.01})
-    thread.start()
-    thread.join()
-    times = accelerator.step_times()
-    assert times.steps == 8
-    assert times.seconds_by["rest"] >= 7 * 0.01
-
-
 def test_no_attribute_of_the_strategy_changes_while_it_trains() -> None:
     accelerator = Accelerator(cpu=True)
     strategy = accelerator._runtime.strategy
@@ -185,24 +174,6 @@ def test_a_slow_first_batch_is_no_conclusion(tmp_path: Path, monkeypatch: pytest
     assert conclusions_of(tmp_path) == []
 
 
-def test_a_slow_loader_of_an_evaluation_is_no_conclusion(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("accelerate.monitoring.step_clock.INTERVAL", 0.05)
-    monkeypatch.setattr("accelerate.monitoring.run_monitor.INTERVAL", 0.02)
-    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
-    evaluation = accelerator.prepare(DataLoader(SlowData(0.01), batch_size=4))
-    train(accelerator, rest=0.05)
-    for _ in range(2):
-        for _ in evaluation:
-            pass
-        train(accelerator, rest=0.05)
-    times = accelerator.step_times()
-    assert times.shares["data"] > 0.2
-    assert times.evaluation >= 2 * 32 * 0.01
-    assert conclusions_of(tmp_path) == []
-
-
 def test_a_slow_loader_of_training_is_a_conclusion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.monitoring.step_clock.INTERVAL", 0.05)
     monkeypatch.setattr("accelerate.monitoring.run_monitor.INTERVAL", 0.02)
@@ -213,16 +184,3 @@ def test_a_slow_loader_of_training_is_a_conclusion(tmp_path: Path, monkeypatch: 
     (records,) = find_records(tmp_path)
     windows = [record for record in records if isinstance(record, Window)]
     assert windows[-1].conclusions == ["data-bound"]
-
-
-def test_one_save_at_the_end_of_a_short_run_is_no_conclusion(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("accelerate.monitoring.run_monitor.INTERVAL", 0.02)
-    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
-    train(accelerator)
-    with step_clock.phase(SAVING):
-        time.sleep(0.5)
-    accelerator.save_state(tmp_path / "one")
-    assert accelerator.step_times().shares["saving"] > 0.3
-    assert conclusions_of(tmp_path) == []

@@ -684,15 +684,6 @@ def test_a_folder_is_gone_before_its_files_are_deleted(
     assert not target.exists()
 
 
-def test_two_folders_swap_their_names(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / f"was {name}").touch()
-    folder.swap(tmp_path / "a", tmp_path / "b")
-    assert (tmp_path / "a" / "was b").exists()
-    assert (tmp_path / "b" / "was a").exists()
-
-
 def test_a_swap_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").mkdir()
     with pytest.raises(FileNotFoundError, match="'b'|/b'"):

@@ -87,13 +87,6 @@ def test_a_checkpoint_replaced_during_verification_is_verified_again(
     assert read.world_size == 2
 
 
-def test_a_replacement_that_was_interrupted_is_undone_first(tmp_path: Path) -> None:
-    make(tmp_path, 7)
-    (tmp_path / "checkpoint_7").rename(tmp_path / ".checkpoint_7.old-otherhost-1-0")
-    assert numbers(tmp_path) == [7]
-    assert (tmp_path / "checkpoint_7" / manifest.NAME).is_file()
-
-
 def save(folder: Path) -> Path:
     folder.mkdir(parents=True)
     Manifest({}, world_size=1).write(folder)

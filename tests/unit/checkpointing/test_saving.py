@@ -16,7 +16,6 @@ from accelerate.checkpointing import (
     Payload,
     Request,
     Saver,
-    loaded_lines,
     manifest,
     retention,
     saved_lines,
@@ -203,24 +202,6 @@ def test_a_folder_of_shards_has_one_line() -> None:
     assert saved_lines(FOLDER, names, []) == [
         "Model weights saved in runs/a/pytorch_model_fsdp_0",
         "Optimizer state saved in runs/a/optimizer_0",
-    ]
-
-
-def test_loaded_objects_are_logged() -> None:
-    lines = loaded_lines(FOLDER, True, ["Counter"])
-    assert lines == [
-        "All model weights loaded successfully",
-        "All optimizer states loaded successfully",
-        "All scheduler states loaded successfully",
-        "All dataloader sampler states loaded successfully",
-        "GradScaler state loaded successfully",
-        "All random states loaded successfully",
-        "Loading in 1 custom states",
-        "Loading the state of Counter from runs/a/custom_checkpoint_0.pkl",
-    ]
-    assert loaded_lines(FOLDER, False, [])[4:] == [
-        "All random states loaded successfully",
-        "Loading in 0 custom states",
     ]
 
 
