@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import accelerate.big_modeling
 from accelerate import (
     cpu_offload,
-    cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
     init_empty_weights,
@@ -30,7 +29,6 @@ from accelerate.checkpointing import save_sharded
 from accelerate.devices import BACKENDS
 from accelerate.hooks import (
     AlignDevicesHook,
-    CpuOffload,
     ModelHook,
     SequentialHook,
     add_hook_to_module,
@@ -375,32 +373,6 @@ def test_several_offloaded_models_run_in_turn(net: Net, plain: Net, tmp_path: Pa
     assert threading.active_count() <= before + 2
     for model in (net, other):
         remove_hook_from_submodules(model)
-
-
-def test_gradients_flow_to_inputs(net: Net, plain: Net, tmp_path: Path) -> None:
-    disk_offload(net, tmp_path)
-    grads = []
-    for model in (net, plain):
-        x = torch.ones(4, 4, requires_grad=True)
-        for layer in model.layers:
-            x_out = layer(x)
-        (grad,) = torch.autograd.grad(x_out.sum(), x)
-        grads.append(grad)
-    assert torch.equal(*grads)
-    remove_hook_from_submodules(net)
-
-
-def test_hooks_offload_the_previous_model(net: Net, plain: Net) -> None:
-    model, hook = cpu_offload_with_hook(net, "cpu")
-    assert model is net
-    assert isinstance(net._hf_hook, CpuOffload)
-    other, other_hook = cpu_offload_with_hook(Net(), "cpu", prev_module_hook=hook)
-    assert other._hf_hook.prev_module_hook is hook
-    check(net, plain, 1)
-    hook.offload()
-    hook.remove()
-    other_hook.remove()
-    assert not hasattr(net, "_hf_hook")
 
 
 # From files

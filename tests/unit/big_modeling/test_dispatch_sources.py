@@ -10,7 +10,6 @@ from torch import nn
 from accelerate import dispatch_model
 from accelerate.base import CheckpointError, ConfigurationError
 from accelerate.big_modeling import dispatch, find_offloaded, keep_in_memory, keep_on_disk
-from accelerate.hooks import remove_hook_from_submodules
 
 
 def build() -> nn.Module:
@@ -82,12 +81,3 @@ def test_a_folder_that_another_model_has_overwritten(tmp_path: Path) -> None:
         os.utime(path, ns=(past, past))  # clocks of files are coarse
     with pytest.raises(CheckpointError, match="Give each model a folder of its own"):
         first(x)
-
-
-def test_a_folder_may_be_used_again(tmp_path: Path) -> None:
-    x, model = torch.ones(1, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    expected = model(x)
-    for _ in range(2):
-        dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
-        assert torch.equal(model(x), expected)
-        remove_hook_from_submodules(model)

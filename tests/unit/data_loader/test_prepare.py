@@ -18,7 +18,6 @@ from accelerate.data_loader import (
     BatchSamplerShard,
     DataLoaderDispatcher,
     DataLoaderShard,
-    SeedableRandomSampler,
     base,
     get_sampler,
     prepare_data_loader,
@@ -106,21 +105,6 @@ def test_one_process_shuffles_as_the_plain_loader() -> None:
     torch.manual_seed(0)
     prepared = prepare(loader)
     assert [read(prepared) for _ in range(2)] == plain
-
-
-def test_the_seedable_sampler_depends_on_seed_and_epoch() -> None:
-    def make() -> Any:
-        return prepare(DataLoader(list(range(20)), batch_size=5, shuffle=True), **config)
-
-    config = {"use_seedable_sampler": True, "data_seed": 4}
-    loader = make()
-    epochs = [read(loader) for _ in range(3)]
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert isinstance(get_sampler(loader), SeedableRandomSampler)
-    late = make()
-    late.set_epoch(2)
-    assert read(late) == epochs[2]
-    assert late.iteration == 3
 
 
 def test_a_pass_that_is_left_early_is_an_epoch_too() -> None:

@@ -158,10 +158,6 @@ def test_interrupted_equals_uninterrupted_with_workers(
     check(tmp_path, kind, 2, config)
 
 
-def test_shuffled_with_workers(tmp_path: Path) -> None:
-    check(tmp_path, "shuffled", 2, {}, places=("middle",))
-
-
 @pytest.mark.parametrize("kind", ["shuffled", "own generator"])
 @pytest.mark.parametrize("stateful", [False, True])
 def test_an_order_that_is_computed_resumes(tmp_path: Path, kind: str, stateful: bool) -> None:

@@ -171,12 +171,3 @@ def test_weights_are_in_the_small_dtype_between_forwards() -> None:
         assert torch.equal(layer(x), expected(x))
     remove_hook_from_module(layer)
     assert layer.weight.dtype == torch.float32
-
-
-def test_arguments_are_attributes() -> None:
-    hook = LayerwiseCastingHook(torch.float16, torch.float32, True)
-    assert vars(hook) == {
-        "storage_dtype": torch.float16,
-        "compute_dtype": torch.float32,
-        "non_blocking": True,
-    }

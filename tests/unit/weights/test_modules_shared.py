@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.base import CheckpointError, ConfigurationError
+from accelerate.base import CheckpointError
 from accelerate.devices import hardware_table
 from accelerate.weights import (
     check_tied_parameters_in_config,
@@ -52,11 +52,6 @@ def test_empty_tensors_share_nothing() -> None:
     kept, aliases = drop_shared({"a": torch.ones(0), "b": torch.ones(0)})
     assert list(kept) == ["a", "b"]
     assert aliases == {}
-
-
-def test_values_that_are_no_tensors_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"extra='int': safetensors holds tensors only"):
-        drop_shared({"a": torch.ones(1), "extra": 3})
 
 
 @pytest.mark.parametrize(

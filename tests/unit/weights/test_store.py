@@ -61,14 +61,6 @@ def test_without_an_index_none_is_returned(tmp_path: Path) -> None:
     assert (tmp_path / "a.dat").exists()
 
 
-def test_an_index_grows(tmp_path: Path) -> None:
-    save_offload_index({}, tmp_path)
-    assert not (tmp_path / "index.json").exists()
-    save_offload_index({"a": {"dtype": "float32", "shape": [1]}}, tmp_path)
-    save_offload_index({"b": {"dtype": "int8", "shape": []}}, tmp_path)
-    assert sorted(json.loads((tmp_path / "index.json").read_text())) == ["a", "b"]
-
-
 def test_a_cut_off_or_missing_file_is_named(tmp_path: Path) -> None:
     index: Any = offload_weight(torch.ones(3), "a", tmp_path, {})
     (tmp_path / "a.dat").write_bytes(b"12345")
@@ -142,15 +134,6 @@ def test_offloaded_weights_are_loaded_into_a_model(tmp_path: Path) -> None:
     load_offloaded_weights(model, index, tmp_path)
     assert torch.equal(model.weight, source.weight)
     load_offloaded_weights(nn.Linear(2, 3, device="meta"), {}, tmp_path / "nowhere")
-
-
-def test_scales_of_eight_bit_weights_are_loaded_with_them(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2, bias=False, device="meta", dtype=torch.float16)
-    model.weight.requires_grad_(False)
-    offload_state_dict(tmp_path, {"weight": torch.ones(2, 2).to(torch.int8), "SCB": torch.full((2,), 0.5)})
-    load_offloaded_weights(model, json.loads((tmp_path / "index.json").read_text()), tmp_path)
-    weight: Any = model.weight
-    assert (weight.dtype, weight.SCB.tolist()) == (torch.int8, [0.5, 0.5])
 
 
 WEIGHT = torch.tensor([[1.0, -2.0], [0.25, 0.125]])
