@@ -16,11 +16,6 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 pytestmark = pytest.mark.usefixtures("states")
 
 
-def test_the_strategy_of_one_process_returns_the_model_itself() -> None:
-    model = torch.nn.Linear(2, 2)
-    assert Accelerator(cpu=True).prepare(model) is model
-
-
 def test_mistakes_are_logged_when_objects_are_prepared(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Linear(2, 2)
     stale = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)

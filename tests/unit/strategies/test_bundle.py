@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate.strategies import Bundle, Kind, is_prepared, kind_of, mark_prepared, parameter_ids
+from accelerate.strategies import Kind, kind_of, parameter_ids
 
 
 class OwnScheduler:
@@ -50,29 +50,6 @@ def test_an_optimizer_around_another_is_one() -> None:
     assert kind_of(Around(inner)) is Kind.OPTIMIZER
     scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1.0)
     assert kind_of(scheduler) is Kind.SCHEDULER
-
-
-def test_replace_keeps_the_places() -> None:
-    given = list(objects().values())
-    bundle = Bundle(given, [True, None, None, False, None])
-    seen = []
-    bundle.replace(Kind.LOADER, lambda obj, placement: seen.append((obj, placement)) or "loader")
-    assert seen == [(given[3], False)]
-    assert bundle.result() == (*given[:3], "loader", "text")
-    assert bundle.models == [given[0]]
-    assert bundle.optimizers == [given[1]]
-
-
-def test_one_object_is_returned_without_a_tuple() -> None:
-    assert Bundle(["a"]).result() == "a"
-    assert Bundle(["a", "b"]).result() == ("a", "b")
-
-
-def test_marks() -> None:
-    model = torch.nn.Linear(1, 1)
-    assert not is_prepared(model)
-    assert mark_prepared(model) is model
-    assert is_prepared(model)
 
 
 def test_parameter_ids() -> None:

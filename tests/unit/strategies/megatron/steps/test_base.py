@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 from accelerate.strategies.megatron import steps
-from accelerate.strategies.megatron.steps import StepOutput, output_class, sum_over_tokens
+from accelerate.strategies.megatron.steps import (
+    BertTrainStep,
+    GPTTrainStep,
+    StepOutput,
+    T5TrainStep,
+    output_class,
+    sum_over_tokens,
+)
+
+from .conftest import accelerator, arguments
 
 
 def test_sums_and_numbers() -> None:
@@ -39,3 +49,13 @@ def test_outputs_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.modeling_outputs", module)
     monkeypatch.setattr(steps, "is_transformers_available", lambda: True)
     assert output_class("Known") is Known
+
+
+@pytest.mark.parametrize("kind", [BertTrainStep, GPTTrainStep, T5TrainStep])
+def test_functions_of_the_user_replace_those_of_a_train_step(kind: Any) -> None:
+    def get_batch(iterator: Any) -> Any: ...
+    def loss(mask: Any, output: Any) -> Any: ...
+
+    step = kind(accelerator(custom_get_batch_function=get_batch, custom_loss_function=loss), arguments())
+    assert (step.get_batch, step.loss_func) == (get_batch, loss)
+    assert step.name == kind.__name__

@@ -108,14 +108,3 @@ def test_classification(number: int, labels: torch.Tensor, logits: torch.Tensor,
     assert mean(report["loss"]) == pytest.approx(loss, rel=1e-4)
     assert float(total) == pytest.approx(loss * int(rows), rel=1e-4)
     assert report["logits"].equal(logits)
-
-
-def test_functions_of_the_user() -> None:
-    def get_batch(iterator: Any) -> Any: ...
-    def loss(mask: Any, output: Any) -> Any: ...
-
-    step = BertTrainStep(
-        accelerator(custom_get_batch_function=get_batch, custom_loss_function=loss), arguments()
-    )
-    assert step.get_batch is get_batch
-    assert step.loss_func is loss

@@ -90,14 +90,3 @@ def test_losses_are_the_same_with_and_without_logits(logits: bool) -> None:
     assert float(total) == pytest.approx(float(expected), rel=1e-5)
     assert int(number) == 2
     assert ("logits" in report) is logits
-
-
-def test_functions_of_the_user() -> None:
-    def get_batch(iterator: Any) -> Any: ...
-    def loss(mask: Any, output: Any) -> Any: ...
-
-    step = T5TrainStep(
-        accelerator(custom_get_batch_function=get_batch, custom_loss_function=loss), arguments()
-    )
-    assert step.get_batch is get_batch
-    assert step.loss_func is loss
