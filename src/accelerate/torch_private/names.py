@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -185,6 +186,11 @@ NAMES: dict[str, PrivateName] = {
         "torch.utils._mode_utils:no_dispatch",
         "Runs operators on real tensors while a mode of fake tensors is active.",
         lambda: resolve_name("torch._C:_DisableTorchDispatch"),
+    ),
+    "without_torch_functions": PrivateName(
+        "torch._C:DisableTorchFunction",
+        "Reads shapes of tensors inside a TorchFunctionMode without a call of the mode.",
+        lambda: nullcontext,
     ),
     "default_to_foreach": PrivateName(
         "torch.optim.optimizer:_default_to_fused_or_foreach",

@@ -129,7 +129,7 @@ def copy_settings(model: nn.Module, reference: nn.Module) -> None:
 def restored_state(model: nn.Module) -> Iterator[None]:
     """Restores attributes and buffers of a model at its end."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with restored_attributes(model):
+    with restored_attributes(model.modules()):
         try:
             yield
         finally:
@@ -143,7 +143,7 @@ def state_of_other(model: nn.Module, other: nn.Module) -> Iterator[None]:
     """Gives a model the weights and attributes of another one with the same modules inside the block."""
     others = dict(other.named_modules(remove_duplicate=False))
     modules = fsdp2_canonicalize_names(dict(model.named_modules(remove_duplicate=False)))
-    with restored_attributes(model):
+    with restored_attributes(model.modules()):
         for name in modules.keys() & others.keys():
             attributes = vars(others[name])
             vars(modules[name]).update({key: attributes[key] for key in attributes.keys() - OF_MODULES})

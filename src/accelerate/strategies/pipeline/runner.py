@@ -114,7 +114,7 @@ class Pipeline:
         self.shared: list[tuple[list[str], Any]] = []
         self._summed: dict[nn.Parameter, Tensor | None] | None = None
         self._schedules: dict[bool, tuple[Any, Any]] = {}  # by whether it has a backward pass
-        self._traces: dict[Any, Trace] = {}
+        self._traces: dict[Any, tuple[Trace, Any]] = {}  # with the settings of containers
         self._num_trained = 0  # batches
         self._is_verified, self._has_evaluated = False, False
         self._program: Any = None  # of the user, at the end of the last batch
@@ -196,14 +196,12 @@ class Pipeline:
         """
         if self.verification is None:
             return None
-        model = self.model.model
         settings = [
-            (name, key, value if value is None or isinstance(value, (bool, str)) else not value)
-            for name in self.model.split.containers
-            for key, value in vars(model.get_submodule(name)).items()
-            if key != "training" and (value is None or isinstance(value, (bool, str, int, float)))
+            {key: value if value is None or isinstance(value, (bool, str)) else not value}
+            for container in _settings_of(self.model.containers)
+            for key, value in container.items()
         ]
-        return settings, [torch_private.num_forward_hooks(module) for module in model.modules()]
+        return settings, [torch_private.num_forward_hooks(module) for module in self.model.model.modules()]
 
     def finisher(
         self,
@@ -392,7 +390,7 @@ class Pipeline:
         self._shares_error = shares_error
         microbatches = [part._replace(kwargs=self.without_cache(part.kwargs)) for part in microbatches]
         with self.model.running():
-            self._current_traces = [self._trace(part) for part in microbatches]
+            self._current_traces = self._traces_of(microbatches)
             self._microbatches, self._finish = microbatches, finish
             schedule = self._schedule(has_backward)
             # The index of a micro-batch selects its inputs, which may be any objects.
@@ -460,24 +458,39 @@ class Pipeline:
     def trace(self, microbatches: Sequence[MicroBatch]) -> list[Trace]:
         """Returns the traces of micro-batches."""
         with self.model.running():
-            return [self._trace(part) for part in microbatches]
+            return self._traces_of(microbatches)
 
-    def _trace(self, part: MicroBatch) -> Trace:
+    def _traces_of(self, microbatches: Sequence[MicroBatch]) -> list[Trace]:
+        """Returns the traces of micro-batches, which those with the same shapes have in common.
+
+        The code of a model that reads values of its batch, or whose settings have changed, is traced again.
+        """
         kind = self.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        key = signature_of((part.args, part.kwargs, self.model.model.training, autocast))
-        if key not in self._traces:
-            with self.sharing_errors():
-                self._traces[key] = self.model.trace(part.args, part.kwargs)
-        return self._traces[key]
+        mode = (self.model.model.training, autocast)
+        settings = _settings_of(self.model.containers)
+        keys = [signature_of((part.args, part.kwargs, *mode)) for part in microbatches]
+
+        def is_known(key: Any) -> bool:
+            trace, traced_settings = self._traces.get(key, (None, None))
+            return trace is not None and not trace.reads_values and traced_settings == settings
+
+        if all(map(is_known, keys)):
+            return [self._traces[key][0] for key in keys]
+        traces = []
+        with self.sharing_errors():
+            for part, key in zip(microbatches, keys, strict=True):
+                if not is_known(key):
+                    self._traces[key] = self.model.trace(part.args, part.kwargs, mode), settings
+                traces.append(self._traces[key][0])
+        return traces
 
     def _schedule(self, has_backward: bool) -> Any:
         """Returns the schedule of the current micro-batches, which the next batch of these shapes reuses."""
-        key = tuple(map(id, self._current_traces))
-        known = self._schedules.get(has_backward)
-        if known is not None and known[0] == key:
-            return known[1]
         boundaries = [[boundary.specs for boundary in trace.boundaries] for trace in self._current_traces]
+        known = self._schedules.get(has_backward)
+        if known is not None and known[0] == boundaries:
+            return known[1]
         num_stages, count = len(self._ranks), len(self._current_traces)
         loss = (TensorSpec(torch.Size(()), torch.float32),)
         stages = [
@@ -494,7 +507,7 @@ class Pipeline:
             for index, module in self.stages.items()
         ]
         schedule = self._build_schedule(stages, count)
-        self._schedules[has_backward] = key, schedule
+        self._schedules[has_backward] = boundaries, schedule
         return schedule
 
     def _build_schedule(self, stages: list[Any], count: int) -> Any:
@@ -532,6 +545,18 @@ class Pipeline:
             if stage == len(self._ranks) - 1:
                 return nothing
             return tuple(_zeros_from(spec, nothing, self.device) for spec in trace.boundaries[stage].specs)
+
+
+def _settings_of(containers: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """Returns the attributes of modules that are plain values, but for the mode."""
+    return [
+        {
+            key: value
+            for key, value in vars(container).items()
+            if key != "training" and (value is None or isinstance(value, (bool, str, int, float)))
+        }
+        for container in containers
+    ]
 
 
 def _zeros_from(spec: TensorSpec, nothing: Tensor, device: torch.device) -> Tensor:

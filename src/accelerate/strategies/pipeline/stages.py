@@ -31,6 +31,7 @@ from accelerate.strategies.pipeline.tracing import (
     collect_outputs,
     flatten,
     replace_tensors,
+    restored_attributes,
     tensors_in,
     to_zeros,
 )
@@ -190,6 +191,7 @@ class PipelineModel:
         specs: Weights of the whole model by name on the meta device, in the order of its state dict.
         aliases: All names of each weight by its name.
         holders: Stages of each parameter or buffer by its name.
+        containers: Modules whose code runs on each stage.
     """
 
     def __init__(
@@ -203,6 +205,7 @@ class PipelineModel:
         self.model, self.split, self.own_stages = model, split, tuple(own_stages)
         self.device = device
         self.num_stages = len(split.starts) + 1
+        self.containers = [model.get_submodule(name) for name in split.containers]
         state = model.state_dict(keep_vars=True)
         self.specs = {
             name: torch.empty_like(value, device="meta")
@@ -215,6 +218,7 @@ class PipelineModel:
         self.aliases = {name: names for names in by_id.values() for name in names}
         self.holders = dict(self._find_holders())
         self._run: StageRun | Tracer | None = None
+        self._outputs: dict[Any, dict[Any, Any]] = {}  # of submodules in traces
         self._placeholders = {
             submodule: {
                 part: torch_private.placeholder_weights(part, device) for part in submodule.module.modules()
@@ -304,13 +308,20 @@ class PipelineModel:
         return torch_private.replaced_weights(hidden, has_hooks=True)
 
     @torch.no_grad()
-    def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
-        """Returns the trace of a forward, without communication and without a change of random states."""
-        tracer = Tracer(self.model, self.split, self._placeholders, self.device)
+    def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: Any) -> Trace:
+        """Returns the trace of a forward, without communication and without a change of random states.
+
+        Args:
+            args: Arguments of the model.
+            kwargs: Keyword arguments of the model.
+            mode: Settings on which the outputs of submodules depend, such as that of autocast.
+        """
+        outputs_of_submodules = self._outputs.setdefault(mode, {})
+        tracer = Tracer(self.model, self.split, self._placeholders, self.device, outputs_of_submodules)
         self._run = tracer
         kept = [(buffer, buffer.clone()) for buffer in self._buffers_of_traces()]
         try:
-            with rng.restored_generators(self.device), tracer:
+            with rng.restored_generators(self.device), restored_attributes(self.containers), tracer:
                 outputs = self.forward(args, kwargs)
         except (ConfigurationError, PreparationError, StateError):
             raise
@@ -332,8 +343,8 @@ class PipelineModel:
         for submodule in self.split.submodules:
             if not submodule.has_parameters and submodule not in self._placeholders:
                 yield from submodule.module.buffers()
-        for name in self.split.containers:
-            yield from self.model.get_submodule(name).buffers(recurse=False)
+        for container in self.containers:
+            yield from container.buffers(recurse=False)
 
     def compute(
         self,

@@ -99,11 +99,13 @@ class Trace:
         boundaries: Boundaries of the stages after the first.
         uses_received: Whether code between submodules uses received tensors, such as those of a residual
             connection.
+        reads_values: Whether this code reads values of tensors, on which its branches may depend.
     """
 
     calls: list[Call] = field(default_factory=list)
     boundaries: list[Boundary] = field(default_factory=list)
     uses_received: bool = False
+    reads_values: bool = False
 
 
 Placeholders = Mapping[nn.Module, torch_private.Weights]
@@ -130,9 +132,9 @@ def fake_weights(placeholders: Placeholders, device: torch.device) -> Iterator[N
 
 
 @contextmanager
-def restored_attributes(module: nn.Module) -> Iterator[None]:
-    """Restores attributes of a module at its end, in which its forward may cache tensors."""
-    kept = [(part, dict(vars(part))) for part in module.modules()]
+def restored_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restores attributes of modules at its end, in which their forwards may cache tensors."""
+    kept = [(part, dict(vars(part))) for part in modules]
     values = [value for _, attributes in kept for value in attributes.values()]
     contents: list[tuple[Any, Any]] = [
         (value, value.copy()) for value in values if type(value) in (dict, list, OrderedDict)
@@ -202,6 +204,7 @@ class Tracer(TorchFunctionMode):
         split: Its split.
         placeholders: Weights of each submodule with parameters, without memory.
         device: Device of the outputs of submodules.
+        outputs: Outputs of submodules in other traces, to which this one adds.
     """
 
     def __init__(
@@ -210,6 +213,7 @@ class Tracer(TorchFunctionMode):
         split: Split,
         placeholders: Mapping[Submodule, Placeholders],
         device: torch.device,
+        outputs: dict[Any, Any],
     ) -> None:
         super().__init__()
         self.trace = Trace()
@@ -221,7 +225,7 @@ class Tracer(TorchFunctionMode):
         self._kept: list[dict[TensorKey, TensorSpec]] = [{} for _ in split.starts]  # of each boundary
         self._functions = FunctionCounter()
         self._received: Replacements = {}
-        self._outputs: dict[Any, Any] = {}
+        self._outputs = outputs
         self._owners = {
             id(parameter): submodule
             for submodule in split.submodules
@@ -316,7 +320,8 @@ class Tracer(TorchFunctionMode):
         Layers of one class, with weights and arguments of the same shapes, run once.
         """
         shapes = [[value for kind in kinds for value in kind.values()] for kinds in weights.values()]
-        key = (type(submodule.module), signature_of((shapes, args, kwargs)))
+        with torch_private.without_torch_functions():  # which a trace would follow
+            key = (type(submodule.module), signature_of((shapes, args, kwargs)))
         if key not in self._outputs:
             self._outputs[key] = self._run_on_fakes(submodule, weights, args, kwargs)
         return self._outputs[key]
@@ -324,7 +329,11 @@ class Tracer(TorchFunctionMode):
     def _run_on_fakes(self, submodule: Submodule, weights: Any, args: Any, kwargs: Any) -> Any:
         mode = torch_private.fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
         module = submodule.module
-        with planning.fake_operators(mode), restored_attributes(module), fake_weights(weights, self._device):
+        with (
+            planning.fake_operators(mode),
+            restored_attributes(module.modules()),
+            fake_weights(weights, self._device),
+        ):
             converted = torch_private.pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
             try:
                 outputs = module.forward(*converted[0], **converted[1])
@@ -348,19 +357,21 @@ class Tracer(TorchFunctionMode):
         kwargs = kwargs or {}
         is_counted, number = not self._functions.is_paused, self._functions.number
         self._functions.number += is_counted
-        if any(id(tensor) in self._received for tensor in tensors_in((args, kwargs))):
+        inputs = tensors_in((args, kwargs))
+        if any(id(tensor) in self._received for tensor in inputs):
             args, kwargs = replace_tensors(self._received, (args, kwargs))
+            inputs = tensors_in((args, kwargs))
             self.trace.uses_received = True
-        inputs = tensors_in((args, kwargs or {}))
         owned = [self._owners[id(tensor)] for tensor in inputs if id(tensor) in self._owners]
         followed = [tensor for tensor in inputs if id(tensor) in self._stage_of]
         name = getattr(func, "__name__", str(func))
+        self.trace.reads_values |= func in TO_PYTHON
         if followed and func in TO_PYTHON:
             raise PreparationError(
                 f"{type(self._model).__name__} cannot be split: the code between its layers reads the values "
                 f"of activations ({name}), which only one stage has. Move this code into a layer."
             )
-        outputs = func(*args, **(kwargs or {}))
+        outputs = func(*args, **kwargs)
         results = tensors_in(outputs)
         if not results or func in _FROM_SHAPES:
             return outputs
@@ -478,8 +489,20 @@ def _stages(stages: Iterable[int]) -> str:
     return f"stage {', '.join(map(str, sorted(stages)))}"
 
 
+_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, slice))
+
+
 def tensors_in(values: Any) -> list[Tensor]:
     """Returns the tensors in nested values."""
+    kind = type(values)
+    if kind in _PLAIN:
+        return []
+    if isinstance(values, Tensor):
+        return [values]
+    if kind is tuple or kind is list:  # arguments of functions, of which a trace has many
+        return [tensor for value in values for tensor in tensors_in(value)]
+    if kind is dict:
+        return [tensor for value in values.values() for tensor in tensors_in(value)]
     return [leaf for leaf in flatten(values)[0] if isinstance(leaf, Tensor)]
 
 
