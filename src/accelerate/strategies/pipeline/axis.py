@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from accelerate import torch_private
 from accelerate.base import PreparationError, StateError, listed
+from accelerate.ops import is_dtensor
 from accelerate.parallelism_config import MeshAxis
 from accelerate.planning import Layout
 from accelerate.strategies.bundle import Bundle, Kind
 from accelerate.strategies.dtensors import named_parameters
 from accelerate.strategies.layer import Layer, Norm, WeakStrategy
-from accelerate.strategies.pipeline.runner import Pipeline, check_model
+from accelerate.strategies.pipeline.runner import Pipeline
+from accelerate.strategies.pipeline.stages import is_split
 from accelerate.strategies.pipeline.state import PipelineState
 from accelerate.strategies.pipeline.verification import Verification
 from accelerate.strategies.state import StrategyState
@@ -219,3 +221,37 @@ class PipelineAxis(Layer):
 def is_trained(model: nn.Module) -> bool:
     """Returns whether a run trains a model, which is split into stages then."""
     return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises an error for a model whose layers cannot be on different ranks."""
+    name = type(model).__name__
+    if is_split(model):
+        raise PreparationError(
+            f"{name} was split into stages by an earlier `prepare`, so this rank has only some of its "
+            "layers. Pass a model that was not prepared."
+        )
+    if sharded := [key for key, parameter in model.named_parameters() if is_dtensor(parameter)]:
+        raise PreparationError(
+            f"{listed(sharded)} of {name} are sharded before `prepare`, and a pipeline splits whole models. "
+            "Pass a model that is not sharded, and set tp_size, dp_shard_size or ep_size in "
+            "parallelism_config."
+        )
+    compiled = [
+        key or name
+        for key, module in model.named_modules()
+        if torch_private.is_optimized_module(module) or torch_private.is_compiled_in_place(module)
+    ]
+    if compiled:
+        raise PreparationError(
+            f"{listed(compiled)} of {name} are compiled, and a pipeline traces the code of a model. Pass a "
+            "model that is not compiled, or set pp_size=1."
+        )
+    config = getattr(model, "config", None)
+    fields = ("output_hidden_states", "output_attentions", "output_router_logits")
+    wrong = [field for field in fields if getattr(config, field, False)]
+    if wrong:
+        raise PreparationError(
+            f"{type(config).__name__}.{wrong[0]}=True collects outputs of all layers, and each stage of a "
+            f"pipeline has only its own. Set {wrong[0]}=False."
+        )

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from accelerate import rng, torch_private
 from accelerate.base import PreparationError, listed, wrong_value
 from accelerate.strategies.batches import LossFunction, arguments_of, loss_of
-from accelerate.strategies.pipeline.tracing import flatten, tensors_in
+from accelerate.strategies.pipeline.nested_tensors import flatten, tensors_in
 
 
 class MicroBatch(NamedTuple):

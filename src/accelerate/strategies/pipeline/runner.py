@@ -17,7 +17,6 @@ from torch.distributed.pipelining import schedules
 
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, PreparationError, StateError, listed, wrong_value
-from accelerate.ops import is_dtensor
 from accelerate.plugins import SCHEDULES, PipelineConfig
 from accelerate.strategies.batches import LossFunction, loss_of
 from accelerate.strategies.dtensors import Replicas, named_parameters
@@ -34,16 +33,16 @@ from accelerate.strategies.pipeline.microbatches import (
     weight_of_labels,
     zero_loss,
 )
-from accelerate.strategies.pipeline.split import split_model
-from accelerate.strategies.pipeline.stages import PipelineModel, StageModule, is_split
-from accelerate.strategies.pipeline.tracing import (
+from accelerate.strategies.pipeline.nested_tensors import (
     TensorSpec,
-    Trace,
     flatten,
     signature_of,
     specs_of,
     to_zeros,
 )
+from accelerate.strategies.pipeline.split import split_model
+from accelerate.strategies.pipeline.stages import PipelineModel, StageModule
+from accelerate.strategies.pipeline.tracing import Trace
 
 
 def stage_ranks(config: PipelineConfig, num_ranks: int) -> list[int]:
@@ -576,37 +575,3 @@ def _detached(values: Any) -> Any:
     leaves, tree = flatten(values)
     detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return torch_private.pytree.tree_unflatten(detached, tree)
-
-
-def check_model(model: nn.Module) -> None:
-    """Raises an error for a model whose layers cannot be on different ranks."""
-    name = type(model).__name__
-    if is_split(model):
-        raise PreparationError(
-            f"{name} was split into stages by an earlier `prepare`, so this rank has only some of its "
-            "layers. Pass a model that was not prepared."
-        )
-    if sharded := [key for key, parameter in model.named_parameters() if is_dtensor(parameter)]:
-        raise PreparationError(
-            f"{listed(sharded)} of {name} are sharded before `prepare`, and a pipeline splits whole models. "
-            "Pass a model that is not sharded, and set tp_size, dp_shard_size or ep_size in "
-            "parallelism_config."
-        )
-    compiled = [
-        key or name
-        for key, module in model.named_modules()
-        if torch_private.is_optimized_module(module) or torch_private.is_compiled_in_place(module)
-    ]
-    if compiled:
-        raise PreparationError(
-            f"{listed(compiled)} of {name} are compiled, and a pipeline traces the code of a model. Pass a "
-            "model that is not compiled, or set pp_size=1."
-        )
-    config = getattr(model, "config", None)
-    fields = ("output_hidden_states", "output_attentions", "output_router_logits")
-    wrong = [field for field in fields if getattr(config, field, False)]
-    if wrong:
-        raise PreparationError(
-            f"{type(config).__name__}.{wrong[0]}=True collects outputs of all layers, and each stage of a "
-            f"pipeline has only its own. Set {wrong[0]}=False."
-        )

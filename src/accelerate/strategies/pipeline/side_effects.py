@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from accelerate import torch_private
-from accelerate.strategies.pipeline.tracing import tensors_in
+from accelerate.strategies.pipeline.nested_tensors import tensors_in
 
 OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers"}
 """Attributes that torch adds to each module, without those with weights."""

@@ -19,6 +19,7 @@ from accelerate import rng, torch_private
 from accelerate.base import ConfigurationError, PreparationError, StateError
 from accelerate.strategies.dtensors import fsdp2_canonicalize_names
 from accelerate.strategies.pipeline.absent import show_absent_weights
+from accelerate.strategies.pipeline.nested_tensors import flatten, tensors_in, to_zeros
 from accelerate.strategies.pipeline.split import Split, Submodule
 from accelerate.strategies.pipeline.tracing import (
     Boundary,
@@ -29,11 +30,8 @@ from accelerate.strategies.pipeline.tracing import (
     Trace,
     Tracer,
     collect_outputs,
-    flatten,
     replace_tensors,
     restored_attributes,
-    tensors_in,
-    to_zeros,
 )
 from accelerate.strategies.views import identical
 

@@ -32,6 +32,7 @@ from accelerate.strategies.pipeline.microbatches import (
     not_additive,
     split_into_microbatches,
 )
+from accelerate.strategies.pipeline.nested_tensors import flatten, tensors_in
 from accelerate.strategies.pipeline.reference import (
     changed_names,
     copy_structure,
@@ -44,7 +45,6 @@ from accelerate.strategies.pipeline.reference import (
 )
 from accelerate.strategies.pipeline.runner import Pipeline
 from accelerate.strategies.pipeline.side_effects import SideEffects
-from accelerate.strategies.pipeline.tracing import flatten, tensors_in
 from accelerate.strategies.tolerances import TOLERANCES, as_real, relative_difference, tolerance_of
 
 SCALE = 2.0**7
