@@ -1,4 +1,4 @@
-"""A pipeline computes what the model does where its code branches on values of the batch or on its settings."""
+"""A pipeline is exact for models whose code branches on values of the batch or on their settings."""
 
 from __future__ import annotations
 
