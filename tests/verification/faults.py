@@ -108,7 +108,7 @@ class ShuffledStream(right.Stream):
         return iter(rows)
 
 
-@fault("samples", "order or its random numbers depend on the rank")
+@fault("error", "begins with different samples on different ranks")
 def the_order_of_a_stream_depends_on_the_rank() -> None:
     config = DataLoaderConfiguration(dispatch_batches=False)
     train(loader=DataLoader(ShuffledStream(), batch_size=BATCH), dataloader_config=config)

@@ -144,10 +144,13 @@ def _check_writable(option: str, path: str | None) -> None:
         return
     if Path(path).is_dir():
         raise ConfigurationError(f"{option} {path} is a folder. Name a file in it.")
+    is_new = not Path(path).exists()
     try:
         Path(path).touch()
     except OSError as error:
         raise ConfigurationError(f"{option} {path} cannot be written: {error.strerror}.") from error
+    if is_new:
+        Path(path).unlink()  # a run that fails leaves no empty file
 
 
 def without_own(words: Sequence[str]) -> list[str]:
