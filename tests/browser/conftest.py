@@ -65,11 +65,11 @@ class Browser:
             os.close(end)
         target = self._send("Target.createTarget", url="about:blank")["targetId"]
         attached = self._send("Target.attachToTarget", targetId=target, flatten=True)
-        self._session: str | None = attached["sessionId"]
+        self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self._send(f"{domain}.enable")
 
-    _session = None
+    _session: str | None = None
 
     def open(self, path: Path, *, width: int = 1000, scheme: str = "light", scripts: bool = True) -> None:
         """Open a file on a screen of some width, in light or dark mode, with or without scripts."""

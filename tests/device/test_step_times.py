@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def train(
     net: nn.Module,
     steps: int,
     waits: bool = False,
-    optimizer_class: type[torch.optim.Optimizer] = torch.optim.SGD,
+    optimizer_class: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
 ) -> None:
     loader = DataLoader(TensorDataset(torch.randn(2 * steps, 4)), batch_size=2)
     net, optimizer, loader = accelerator.prepare(net, optimizer_class(net.parameters(), lr=0.1), loader)

@@ -21,8 +21,7 @@ class Stream:
     def __enter__(self) -> "Stream":
         return self
 
-    def __exit__(self, *args: object) -> bool:
-        return False
+    def __exit__(self, *args: object) -> None: ...
 
     def record_event(self, event: Any = None) -> "Stream":
         return Stream()

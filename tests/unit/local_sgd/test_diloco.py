@@ -102,7 +102,7 @@ def test_steps_outside_of_the_block_and_of_other_parameters_are_refused() -> Non
             diloco.step()
         objects[1][0].weight.requires_grad_(False)
         with pytest.raises(StateError, match="trains other parameters"):
-            take_steps(*objects, diloco, 1)
+            take_steps(*objects, diloco, 1)  # type: ignore[call-arg]
         objects[1][0].weight.requires_grad_(True)
 
 

@@ -189,7 +189,7 @@ def test_a_batch_without_tensors_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
-def test_an_optimizer_without_a_plan_is_named(kind: type[torch.optim.Optimizer]) -> None:
+def test_an_optimizer_without_a_plan_is_named(kind: Any) -> None:
     model = nn.Linear(4, 4)
     step = Step(model, [kind(model.parameters())], torch.ones(2, 4), loss_of, CPU)
     with pytest.raises(ConfigurationError, match=f"{kind.__name__}.*Plan with torch.optim.AdamW"):

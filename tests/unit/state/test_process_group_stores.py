@@ -9,8 +9,7 @@ from datetime import timedelta
 from threading import current_thread
 
 import pytest
-import torch.distributed as dist
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from accelerate.base import StateError
 from accelerate.state import StoreChannel, Topology, agreement, process_group
@@ -18,17 +17,17 @@ from accelerate.state import StoreChannel, Topology, agreement, process_group
 SECOND = timedelta(seconds=20)
 
 
-def open_agent() -> dist.TCPStore:
+def open_agent() -> TCPStore:
     """The store that is kept between restarts; deleting it closes its port."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def start(agent: dist.TCPStore, delays: dict[int, float], size: int) -> list[str]:
+def start(agent: TCPStore, delays: dict[int, float], size: int) -> list[str]:
     """Start ranks after their delays; the names that they agree on."""
 
     def come(rank: int) -> str:
         time.sleep(delays[rank])
-        client = dist.TCPStore("127.0.0.1", agent.port, is_master=False, wait_for_workers=False)
+        client = TCPStore("127.0.0.1", agent.port, is_master=False, wait_for_workers=False)
         return process_group.agree_on_generation(StoreChannel(client, "", {}), rank, size, SECOND)
 
     with ThreadPoolExecutor(size) as pool:

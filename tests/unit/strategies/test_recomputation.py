@@ -151,7 +151,7 @@ POLICIES = {
 @pytest.mark.parametrize("repeats", [1, 2])
 @pytest.mark.parametrize("name", POLICIES)
 def test_gradients_are_those_without_recomputation(prepared: Any, name: str, repeats: int) -> None:
-    expected = gradients(*prepared(built(repeats), None), samples())
+    expected = gradients(*prepared(built(repeats), None), samples())  # type: ignore[call-arg]
     model = built(repeats)
     names = [list(model.state_dict()), [name for name, _ in model.named_parameters()]]
     accelerator, result = prepared(model, POLICIES[name])
@@ -205,7 +205,7 @@ def test_the_activations_of_a_step_fit_in_the_budget(prepared: Any, caplog: Any,
     """The budget is that of the smallest policy, and a share of the difference to all activations."""
     whole = activations_of(*prepared(built(), None))
     smallest = activations_of(*prepared(built(), POLICIES["every"]))
-    expected = gradients(*prepared(built(), None), samples())
+    expected = gradients(*prepared(built(), None), samples())  # type: ignore[call-arg]
     budget = int(smallest + share * (whole - smallest))
     accelerator, model = prepared(built(), ActivationCheckpointing(budget=budget))
     with caplog.at_level(logging.WARNING):
@@ -400,7 +400,7 @@ def test_compiled_models_recompute(prepared: Any, policy: str, regional: bool) -
     from accelerate.utils import TorchDynamoPlugin
 
     plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
-    reference = gradients(*prepared(built().eval(), None), samples())
+    reference = gradients(*prepared(built().eval(), None), samples())  # type: ignore[call-arg]
     logging.getLogger("torch").setLevel(logging.ERROR)  # torch warns about operators in place
     try:
         for handler in (POLICIES[policy], ActivationCheckpointing(budget=SMALL)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -92,7 +94,7 @@ def test_a_parameter_missing_after_sharding_is_named() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.Adafactor])
-def test_an_optimizer_that_has_stepped_is_refused(states: None, kind: type[torch.optim.Optimizer]) -> None:
+def test_an_optimizer_that_has_stepped_is_refused(states: None, kind: Any) -> None:
     PartialState(cpu=True)
     model = nn.Linear(2, 2)
     optimizer = kind(model.parameters())
