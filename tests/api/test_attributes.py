@@ -155,7 +155,7 @@ def test_one_object_in_one_object_out():
     assert accelerator.unwrap_model(model, keep_torch_compile=False) is model
 
 
-def test_prepare_model_of_an_evaluation_is_remembered():
+def test_prepare_model_of_an_evaluation_is_recorded():
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(1, 1)
     assert len(accelerator._models) == 0
@@ -222,7 +222,7 @@ def test_methods_replaced_on_the_class_are_called(monkeypatch):
     assert seen == [model]
 
 
-def test_prepare_data_loader_is_looked_up_when_it_is_called(monkeypatch):
+def test_prepare_data_loader_is_resolved_at_each_call(monkeypatch):
     seen = []
 
     def replacement(dataloader, *args, **kwargs):

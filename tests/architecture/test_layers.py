@@ -95,7 +95,9 @@ def test_a_package_is_imported_through_its_table(sources: list[Any], modules: fr
     assert not wrong, "\n" + "\n".join(wrong)
 
 
-def test_an_interface_does_not_know_what_implements_it(sources: list[Any], modules: frozenset[str]) -> None:
+def test_an_interface_does_not_import_its_implementations(
+    sources: list[Any], modules: frozenset[str]
+) -> None:
     """`base.py` may import the words it is written in, never a sibling that builds on it."""
     reached = {source.module: reach(source, modules) for source in sources}
     wrong = []

@@ -63,7 +63,7 @@ def test_charts_have_marks_of_a_size(browser: Any, write: Write) -> None:
     assert count(browser, "path.repeated") >= 5
 
 
-def test_hostile_names_and_texts_run_no_script(browser: Any, write: Write) -> None:
+def test_malicious_names_and_texts_run_no_script(browser: Any, write: Write) -> None:
     name = "<img src=x onerror=window.injected=1>"
     browser.open(write(name, f"other {name}", text=HOSTILE))
     assert browser.errors == []

@@ -147,7 +147,7 @@ def test_an_ended_rank_is_known_to_all_ranks_with_few_requests(simulation: Any, 
     assert "rank 3 has died without a message (process 3 on host0)" in text
 
 
-def test_a_slow_store_is_no_silent_rank(simulation: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_store_is_no_missing_rank(simulation: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request takes longer than ranks have to answer where the store is fast."""
     watching = sys.modules["accelerate.diagnostics.watching"]
     monkeypatch.setattr(watching, "_SLOW", 0.1)

@@ -156,7 +156,7 @@ def test_scatter_fills_and_returns_its_argument(transport: Transport, dtype: tor
 
 
 @pytest.mark.parametrize("parts", [None, []])
-def test_scatter_wants_one_part_for_each_process(transport: Transport, parts: Any) -> None:
+def test_scatter_needs_one_part_for_each_process(transport: Transport, parts: Any) -> None:
     with pytest.raises(ValueError, match="there are 1 processes. Give one part for each of them."):
         transport.scatter(parts, torch.zeros(1))
 

@@ -40,7 +40,7 @@ def test_an_accelerator_takes_it() -> None:
 
 
 @pytest.mark.usefixtures("states")
-def test_the_cpu_is_taken_where_it_is_asked_for() -> None:
+def test_the_cpu_is_used_if_it_is_set() -> None:
     assert PartialState(cpu=True).device == torch.device("cpu")
 
 

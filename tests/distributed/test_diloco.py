@@ -398,7 +398,7 @@ def test_a_run_resumes_exactly_in_the_middle_of_an_interval(run: Run, steps: int
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=slow)])
-def test_another_number_of_ranks_goes_on_with_the_same_global_parameters(run: Run, ranks: int) -> None:
+def test_another_number_of_ranks_resumes_with_the_same_global_parameters(run: Run, ranks: int) -> None:
     saved = run(resume, 7, 6, WITH_DELAY)
     for end, started, shared, at_end in (
         results := run(go_on, saved[0][2], 7, 6, WITH_DELAY, processes=ranks)

@@ -172,7 +172,7 @@ def sizes(project: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_run_on_one_machine_goes_on_without_a_process_that_fails(
+def test_a_run_on_one_machine_continues_without_a_process_that_fails(
     tmp_path: Path, launches: Launches
 ) -> None:
     launches.run(tmp_path / "whole", "--num_processes", "1")
@@ -185,7 +185,7 @@ def test_a_run_on_one_machine_goes_on_without_a_process_that_fails(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_a_machine_and_grows_when_it_returns(
+def test_a_run_continues_without_a_machine_and_grows_when_it_returns(
     tmp_path: Path, launches: Launches
 ) -> None:
     launches.run(tmp_path / "whole", "--num_processes", "1")
@@ -206,7 +206,7 @@ def test_a_run_goes_on_without_a_machine_and_grows_when_it_returns(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_a_machine_that_is_asked_to_end(tmp_path: Path, launches: Launches) -> None:
+def test_a_run_continues_without_a_machine_that_receives_a_signal(tmp_path: Path, launches: Launches) -> None:
     launches.run(tmp_path / "whole", "--num_processes", "1")
     project = tmp_path / "elastic"
     words = ["--nnodes", "1:2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"]

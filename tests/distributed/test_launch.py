@@ -153,7 +153,7 @@ def test_a_failed_run_ends_with_one_screen(scripts: Scripts) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", TWO_IN_GATE)
-def test_a_failed_group_is_started_again_as_often_as_asked(scripts: Scripts, processes: str) -> None:
+def test_a_failed_group_is_restarted_up_to_the_given_number(scripts: Scripts, processes: str) -> None:
     text = "import os, sys\nsys.exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 3)"
     ended = scripts.run("--cpu", "--num_processes", processes, "--max_restarts", "1", scripts.write(text))
     assert ended.code == 0, ended.err

@@ -113,7 +113,7 @@ def test_one_process_skips(states: None) -> None:
     check([train(cpu=True)])
 
 
-def test_nothing_is_skipped_unless_asked_for(states: None) -> None:
+def test_nothing_is_skipped_by_default(states: None) -> None:
     weights, skipped, *_ = train(on=False, cpu=True)
     assert not any(skipped)
     assert math.isnan(weights[2][0])

@@ -610,7 +610,7 @@ def test_gather_takes_uneven_tensors(run: Run, debug: bool) -> None:
         assert "  - Process 0: uneven=True\n  - Process 1: \n" in result["calls"]
 
 
-def test_one_process_gathers_uneven_tensors_as_they_are(states: None) -> None:
+def test_one_process_gathers_uneven_tensors_unchanged(states: None) -> None:
     tensors = [torch.ones(2)]
     assert gather(tensors, uneven=True) is tensors
     assert Accelerator(cpu=True).gather(tensors, uneven=True) is tensors
@@ -670,5 +670,5 @@ def pad_special_tensors() -> list[str]:
     return wrong
 
 
-def test_padding_returns_tensors_that_are_not_dense_as_they_are(run: Run) -> None:
+def test_padding_returns_tensors_that_are_not_dense_unchanged(run: Run) -> None:
     assert run(pad_special_tensors) == [[], []]

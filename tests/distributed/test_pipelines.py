@@ -325,7 +325,7 @@ def count_alive(schedule: str) -> int:
 
 
 @pytest.mark.parametrize(("schedule", "expected"), [("gpipe", [8, 8]), ("1f1b", [2, 1])])
-def test_activations_are_alive_as_long_as_the_schedule_says(
+def test_activations_are_kept_as_long_as_the_schedule_needs(
     run: Run, schedule: str, expected: list[int]
 ) -> None:
     assert run(count_alive, schedule, processes=2) == expected

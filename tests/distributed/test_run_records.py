@@ -52,7 +52,7 @@ def starts_of(folder: Path) -> list[Start]:
     return [start for records in find_records(folder) for start in records if isinstance(start, Start)]
 
 
-def test_a_run_leaves_in_its_project_only_what_the_script_asks_for(run, tmp_path: Path) -> None:
+def test_a_run_writes_only_the_files_of_the_script_to_its_project(run, tmp_path: Path) -> None:
     project = tmp_path / "project"
     names = [run(train_in_a_project, str(project), processes=2) for _ in range(2)]
     for ranks in names:

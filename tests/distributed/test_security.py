@@ -42,7 +42,7 @@ accelerator.wait_for_everyone()
 """
 
 
-def test_a_launch_on_one_machine_listens_on_the_loopback_and_hands_down_a_key(tmp_path: Path) -> None:
+def test_a_launch_on_one_machine_listens_on_the_loopback_and_passes_a_key(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(LISTEN)
     launch = [
         sys.executable,

@@ -66,7 +66,7 @@ def test_applying_the_identity_rebuilds_the_structure(data):
     assert equal(nested.send_to_device(data, "cpu"), data)
 
 
-def test_recursively_apply_hands_arguments_on():
+def test_recursively_apply_passes_arguments_on():
     result = nested.recursively_apply(lambda t, a, b=0: t + a + b, structure(), 1, b=2)
     assert result["a"].tolist() == [[3, 4], [5, 6], [7, 8]]
     assert result["b"][1][1:] == ("text", None)
@@ -112,7 +112,7 @@ def test_moving_a_tensor_and_a_structure():
     assert nested.send_to_device(tensor, "cpu") is tensor
 
 
-def test_a_move_waits_for_its_copies_unless_asked():
+def test_a_move_waits_for_its_copies_by_default():
     class Recording:
         def to(self, device, non_blocking=None):
             return device, non_blocking

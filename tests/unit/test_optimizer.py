@@ -52,7 +52,7 @@ def test_neither_steps_nor_clears_while_gradients_accumulate() -> None:
     assert not torch.equal(model.weight, before)
 
 
-def test_zero_grad_fills_with_zeros_when_asked() -> None:
+def test_zero_grad_fills_with_zeros_on_request() -> None:
     model, optimizer = make()
     model(torch.ones(1, 2)).sum().backward()
     optimizer.zero_grad(set_to_none=False)

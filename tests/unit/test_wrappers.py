@@ -81,7 +81,7 @@ def _one_process_group() -> Iterator[None]:
 @pytest.mark.parametrize("keep_fp32", [True, False])
 @pytest.mark.parametrize("keep_compiled", [True, False])
 @pytest.mark.parametrize("recursive", [True, False])
-def test_a_bare_model_is_returned_as_it_is(
+def test_a_bare_model_is_returned_unchanged(
     model: nn.Module, keep_fp32: bool, keep_compiled: bool, recursive: bool
 ) -> None:
     children = list(model.children())
@@ -166,7 +166,7 @@ def test_a_forward_that_a_user_put_on_an_instance_stays(model: nn.Module) -> Non
 
 
 @pytest.mark.usefixtures("_one_process_group")
-def test_modules_inside_are_unwrapped_when_asked() -> None:
+def test_modules_inside_are_unwrapped_on_request() -> None:
     leaf = nn.Linear(2, 2)
     model = nn.Sequential(DistributedDataParallel(leaf), nn.ReLU())
     assert extract_model_from_parallel(model) is model

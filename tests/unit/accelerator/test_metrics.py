@@ -184,7 +184,7 @@ def test_data_that_may_be_of_two_loaders_is_warned_of(caplog: pytest.LogCaptureF
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_a_loader_forgets_its_batch() -> None:
+def test_a_loader_releases_its_latest_batch() -> None:
     accelerator = Accelerator(cpu=True)
     loader: Any = accelerator.prepare(DataLoader(torch.arange(8.0), batch_size=4))  # type: ignore[arg-type]
     for batch in loader:

@@ -77,7 +77,7 @@ UNVERIFIED = [(name, False) for name in FILES if name != "sampler.bin"]  # that 
 
 
 @pytest.mark.parametrize(("name", "verified"), [*((name, True) for name in FILES), *UNVERIFIED])
-def test_a_hostile_file_runs_no_code_and_changes_nothing(tmp_path: Path, name: str, verified: bool) -> None:
+def test_a_malicious_file_runs_no_code_and_changes_nothing(tmp_path: Path, name: str, verified: bool) -> None:
     accelerator, model = build()
     folder = accelerator.save_state(tmp_path / "one")
     swap(folder, name, {"a": Hostile(tmp_path / "trap")}, verified=verified)
@@ -89,7 +89,7 @@ def test_a_hostile_file_runs_no_code_and_changes_nothing(tmp_path: Path, name: s
     assert bool((model.weight == 7).all())
 
 
-def test_a_hostile_sampler_file_of_other_software_is_not_read(tmp_path: Path) -> None:
+def test_a_malicious_sampler_file_of_other_software_is_not_read(tmp_path: Path) -> None:
     accelerator, _ = build()
     folder = accelerator.save_state(tmp_path / "one")
     swap(folder, "sampler.bin", {"a": Hostile(tmp_path / "trap")}, verified=False)

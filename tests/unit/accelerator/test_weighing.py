@@ -88,7 +88,7 @@ def test_shared_and_sparse_parameters_are_rescaled_once() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_model_without_gradients_is_left_alone() -> None:
+def test_a_model_without_gradients_is_unchanged() -> None:
     model = torch.nn.Linear(1, 1)
     rescale_gradients([model], 2.0)
     assert model.weight.grad is None

@@ -62,7 +62,7 @@ def test_unset_and_empty_flags_have_the_default(variable):
     assert environ.parse_flag_from_env("A_FLAG", default=True) is True
 
 
-def test_first_number_wins_and_negative_ones_are_passed_over(variable):
+def test_the_first_number_that_is_not_negative_is_used(variable):
     variable("FIRST", "-1")
     variable("SECOND", "3")
     variable("THIRD", "4")
@@ -73,7 +73,7 @@ def test_first_number_wins_and_negative_ones_are_passed_over(variable):
     assert environ.get_int_from_env(["FIRST", "FOURTH", "SECOND"], 7) == 0
 
 
-def test_a_number_that_is_none_is_refused_by_name(variable):
+def test_an_invalid_number_is_refused_by_name(variable):
     variable("FIRST", "three")
     with pytest.raises(ConfigurationError, match="FIRST='three'"):
         environ.get_int_from_env(["FIRST"], 1)

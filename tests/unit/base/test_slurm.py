@@ -37,7 +37,7 @@ def test_tasks_on_node(text: str, node: int, tasks: int) -> None:
 
 
 @pytest.mark.parametrize(("text", "node"), [("2(x3),1", 4), ("two", 0), ("2,", 0), ("1(x999999999)", 10**9)])
-def test_tasks_on_a_node_that_is_not_there(text: str, node: int) -> None:
+def test_tasks_on_a_missing_node_are_refused(text: str, node: int) -> None:
     with pytest.raises(ConfigurationError, match=f"node {node}"):
         slurm.tasks_on_node(text, node)
 

@@ -71,7 +71,7 @@ def test_processes_of_one_machine_have_the_same_process_home():
     assert process_home() == other.stdout.strip() != ""
 
 
-def test_process_home_is_none_where_the_system_has_no_id(monkeypatch):
+def test_process_home_is_none_without_a_machine_id(monkeypatch):
     def fail(path, encoding):
         raise FileNotFoundError(path)
 

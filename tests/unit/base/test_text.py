@@ -48,7 +48,7 @@ def test_convert_file_size_to_int(written, size):
 
 
 @pytest.mark.parametrize("written", ["", "GB", "5XB", "5G", "-5GB", "5iB", -1, None, "five"])
-def test_sizes_that_are_none_are_refused(written):
+def test_invalid_sizes_are_refused(written):
     with pytest.raises(ConfigurationError, match="size="):
         text.convert_file_size_to_int(written)
 
@@ -196,6 +196,6 @@ def test_other_time_spans_are_refused(span):
         text.read_seconds(span)
 
 
-def test_one_problem_stays_as_it_is_and_several_are_a_list():
+def test_one_problem_is_unchanged_and_several_are_a_list():
     assert text.itemized(["one"], "flags are wrong") == "one"
     assert text.itemized(["one", "two"], "flags are wrong") == "2 flags are wrong:\n  - one\n  - two"

@@ -38,7 +38,7 @@ def test_one_error_names_all_that_is_wrong() -> None:
     assert "embed.weight (0) and head.weight (cpu)" in text
 
 
-def test_a_name_too_many_is_a_warning() -> None:
+def test_an_unknown_name_gives_a_warning() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.warns(UserWarning, match=r"do not match any submodules in the model: \['2', '0.wait'\]"):
         check_device_map(model, {"": "cpu", "2": "cpu", "0.wait": "cpu"})

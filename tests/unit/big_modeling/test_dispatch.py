@@ -313,7 +313,7 @@ def test_offloading_to_the_disk_is_logged(net: Net, tmp_path: Path, caplog: pyte
     assert message == "Some parameters are on the meta device because they were offloaded to the disk."
 
 
-def test_a_name_too_many_has_no_effect(net: Net, plain: Net, tmp_path: Path) -> None:
+def test_an_unknown_name_has_no_effect(net: Net, plain: Net, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="do not match any submodules"):
         dispatch_model(net, {**MIXED, "tail": "disk"}, offload_dir=tmp_path)
     assert torch.equal(net(X), plain(X))

@@ -270,7 +270,7 @@ def test_broken_files_are_named(files: Path, tmp_path: Path) -> None:
         load_checkpoint_in_model(empty(), tmp_path / "nowhere")
 
 
-def test_a_hostile_file_runs_no_code(tmp_path: Path) -> None:
+def test_a_malicious_file_runs_no_code(tmp_path: Path) -> None:
     torch.save({"body.weight": Exploding(tmp_path / "ran")}, tmp_path / "x.bin")
     with pytest.raises(CheckpointError, match="only tensors, numbers"):
         load_checkpoint_in_model(empty(), tmp_path / "x.bin")

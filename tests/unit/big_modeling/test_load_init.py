@@ -66,7 +66,7 @@ def test_one_inside_the_other() -> None:
 
 
 @pytest.mark.cpu_only
-def test_a_device_that_is_not_there() -> None:
+def test_an_unavailable_device_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="accelerators"), init_on_device(0):
         pass
 

@@ -557,7 +557,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("in_place")
 @pytest.mark.parametrize("name", ["../outside/weights.distcp", "/outside/weights.distcp"])
-def test_a_hostile_manifest_moves_no_file_outside_the_checkpoint(tmp_path: Path, name: str) -> None:
+def test_a_malicious_manifest_moves_no_file_outside_the_checkpoint(tmp_path: Path, name: str) -> None:
     mine, target = outside(tmp_path), tmp_path / "checkpoint"
     save(target, "old")
     name = name.replace("/outside", str(mine)) if name.startswith("/") else name

@@ -342,7 +342,7 @@ def test_a_checkpoint_that_one_rank_sees_replaced_is_read_again_on_all(tmp_path:
     assert source.was_replaced
 
 
-def test_a_save_after_everything_was_read_does_no_harm(tmp_path: Path) -> None:
+def test_a_save_after_all_files_were_read_is_detected(tmp_path: Path) -> None:
     folder = make(tmp_path / "one", a="1")
     source = CheckpointSource(folder, Consensus(), ALONE)
     assert agree(source) == ""

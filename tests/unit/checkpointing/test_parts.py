@@ -325,7 +325,7 @@ def test_generators_are_restored_and_invalid_states_are_refused(tmp_path: Path) 
 
 @pytest.mark.usefixtures("states")
 @pytest.mark.parametrize("content", [{}, [1], {"version": 1, "seen": "x"}, None])
-def test_a_position_that_is_none_is_named_with_its_file(tmp_path: Path, content: Any) -> None:
+def test_an_invalid_position_is_named_with_its_file(tmp_path: Path, content: Any) -> None:
     loader = Accelerator(cpu=True).prepare(DataLoader(range(4)))
     torch.save(content, tmp_path / "sampler.bin")
     with pytest.raises(CheckpointError, match=r"no position of a loader|sampler\.bin does not fit this Data"):

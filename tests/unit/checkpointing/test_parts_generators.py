@@ -39,7 +39,7 @@ def test_restored_generators_repeat_their_numbers() -> None:
     assert draw() == drawn
 
 
-def test_further_states_are_left_alone() -> None:
+def test_unknown_states_are_ignored() -> None:
     restore({**capture_generators(), "torch_xla_seed": 3, "step": 1})
 
 

@@ -32,7 +32,7 @@ def test_checkpoints_are_ordered_by_number_from_the_newest(tmp_path: Path) -> No
     assert numbers(tmp_path) == [10, 9, 2]
 
 
-def test_a_folder_that_is_not_there_holds_none(tmp_path: Path) -> None:
+def test_a_missing_folder_has_no_checkpoints(tmp_path: Path) -> None:
     assert retention.survey(tmp_path / "nothing") == []
 
 

@@ -78,9 +78,7 @@ def fail(error: Exception) -> Callable[[Any, Path], None]:
     ("error", "text"),
     [(OSError(28, "No space left"), r"No space left\)"), (KeyError("x"), r"KeyError: 'x'\)")],
 )
-def test_a_file_that_cannot_be_written_leaves_what_there_was(
-    tmp_path: Path, error: Exception, text: str
-) -> None:
+def test_a_failed_write_keeps_the_old_checkpoint(tmp_path: Path, error: Exception, text: str) -> None:
     target = save(tmp_path / "one", "old")
     saver = begin(request(target))
     saver.write([Payload("a.bin", "new", put), Payload("b.bin", "new", fail(error))])

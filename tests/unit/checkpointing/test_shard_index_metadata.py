@@ -212,7 +212,7 @@ def attributes() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_hostile_program_is_refused_and_changes_nothing(tmp_path: Path, name: str) -> None:
+def test_a_malicious_pickle_is_refused_and_changes_nothing(tmp_path: Path, name: str) -> None:
     before, most = attributes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (tmp_path / shard_index.NAME).write_bytes(program(PROGRAMS[name]))
     with pytest.raises(CheckpointError, match=r"/\.metadata ") as caught:

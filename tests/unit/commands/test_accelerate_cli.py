@@ -13,7 +13,7 @@ from accelerate.commands.accelerate_cli import COMMANDS, make_cli_parser
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_only_the_command_that_was_asked_for_is_loaded(name: str) -> None:
+def test_only_the_given_command_is_loaded(name: str) -> None:
     parser = make_cli_parser([name])
     subparsers = next(a for a in parser._actions if a.choices is not None)
     assert list(subparsers.choices or ()) == [name]

@@ -255,7 +255,7 @@ def rewrite(folder: Path, **changes: Any) -> None:
         ({"format": "1"}, "has format '1'"),
     ],
 )
-def test_a_hostile_manifest_is_one_clear_error(
+def test_a_malicious_manifest_is_one_clear_error(
     project: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
 ) -> None:
     newest, mine = project / "checkpoints/checkpoint_10", project / "checkpoints/mine"

@@ -38,7 +38,7 @@ NUMBERS = 800 + 4 * 256
 @pytest.mark.parametrize(
     ("dtype", "factor"), [("float32", 4), ("float16", 2), ("bfloat16", 2), ("int8", 1), ("int4", 0.5)]
 )
-def test_floats_are_counted_in_the_format_and_indices_as_they_are(dtype: str, factor: float) -> None:
+def test_floats_are_counted_in_the_format_and_indices_in_their_own(dtype: str, factor: float) -> None:
     assert size_of(MODEL, dtype) == NUMBERS * factor + 32
     assert largest_layer(MODEL, dtype) == ("embed", 800 * factor)
 

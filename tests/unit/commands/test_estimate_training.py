@@ -156,7 +156,7 @@ def test_devices_get_a_bar_a_batch_size_and_layouts(llama: str, capsys: pytest.C
 
 
 @pytest.mark.slow
-def test_it_says_so_where_nothing_fits(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_names_devices_that_no_layout_fits(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = estimate(capsys, llama, "--batch_size", "8", "--devices", "2x1MB")
     assert "No layout fits 2x1MB" in shown
     assert "fits in this layout: none" in shown
@@ -334,7 +334,7 @@ WEIGHTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_large_models_are_planned_as_arithmetic_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_large_models_have_the_bytes_of_a_closed_form(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = (str(CONFIGS / f"{name}.json"), "--batch_size", "1", "--mixed_precision", "bf16")
     found = facts(capsys, *words, "--sharding", "full_shard", "--devices", "8x80GB")
     parts, weights = found["device_bytes"], WEIGHTS[name]

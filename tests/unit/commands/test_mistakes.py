@@ -142,7 +142,7 @@ def test_tracebacks_of_scripts_have_no_frames_of_the_package(tmp_path: Path) -> 
     assert f"{os.sep}src{os.sep}accelerate{os.sep}" not in ended.stderr.partition("Exit code")[0]
 
 
-def test_an_interrupted_run_says_how_it_continues(tmp_path: Path) -> None:
+def test_an_interrupted_run_names_its_newest_checkpoint(tmp_path: Path) -> None:
     text = (
         "import torch, time; from accelerate import Accelerator\n"
         "accelerator = Accelerator(cpu=True)\n"

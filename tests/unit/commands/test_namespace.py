@@ -141,7 +141,7 @@ def test_fp8_and_mesh_extend_a_given_environment() -> None:
     assert environment["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
 
 
-def test_filter_keeps_what_the_other_parser_knows() -> None:
+def test_filter_keeps_arguments_of_the_other_parser() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--role", default="other")
     parser.add_argument("--own", default="kept")

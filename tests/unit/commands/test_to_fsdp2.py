@@ -54,7 +54,7 @@ def test_a_real_file_is_converted_and_launches(
     assert (settings.values["use_fsdp"], settings[FsdpSection].fsdp_version) == (True, 2)
 
 
-def test_the_file_itself_is_replaced_only_when_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_file_itself_is_replaced_only_on_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     path.write_text(json.dumps({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": 2}}))
     assert run(monkeypatch, "--config_file", str(path)) == 2
@@ -76,7 +76,7 @@ def test_every_key_of_the_section_has_a_conversion() -> None:
     )
 
 
-def test_a_file_for_fsdp_2_stays_as_it_is() -> None:
+def test_a_file_for_fsdp_2_is_unchanged() -> None:
     config = {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False}}
     assert convert_config_to_fsdp2(config) == config
 

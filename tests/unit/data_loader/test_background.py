@@ -112,7 +112,7 @@ def test_an_error_is_raised_after_the_items_read_before_it() -> None:
     assert readers() == 0
 
 
-def test_a_read_that_does_not_return_is_left_alone(
+def test_a_read_that_does_not_return_is_abandoned(
     monkeypatch: pytest.MonkeyPatch, states: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     from accelerate.state import PartialState

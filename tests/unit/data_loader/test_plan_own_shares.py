@@ -84,7 +84,7 @@ def test_plain_iterables_share_nothing() -> None:
 
 
 @pytest.mark.parametrize(("stages", "splits"), [(("urls", "split_by_node"), True), (("urls",), False)])
-def test_pipelines_that_split_by_node_are_shared_out_already(stages: tuple[str, ...], splits: bool) -> None:
+def test_pipelines_that_split_by_node_are_already_sharded(stages: tuple[str, ...], splits: bool) -> None:
     dataset = pipeline(*stages)
     share = native_shard(dataset, 2, 1)
     assert (share is not None) == splits
@@ -112,7 +112,7 @@ def test_another_number_of_shards_makes_datasets_differ() -> None:
     assert not is_the_same_everywhere(Shards([[0], [1]]), OtherRank(Shards([[0], [1], [2]])))
 
 
-def test_datasets_that_hold_themselves_are_looked_at_once() -> None:
+def test_datasets_with_cyclic_references_are_compared_once() -> None:
     mine = Shards([[0]], random.Random(0))
     mine.steps.append({"again": mine})  # type: ignore[dict-item]
     assert is_the_same_everywhere(mine, OtherRank(mine))

@@ -45,7 +45,7 @@ def train(kind: str, config: dict[str, Any], folder: Path, stop: int = -1, start
 
 @pytest.mark.parametrize("kind", ["stream", "position"])
 @pytest.mark.parametrize("config", [{}, STATEFUL, {"dispatch_batches": True}], ids=str)
-def test_a_stream_that_draws_random_numbers_goes_on_as_without_a_break(
+def test_a_stream_that_draws_random_numbers_resumes_exactly(
     tmp_path: Path, kind: str, config: dict[str, Any]
 ) -> None:
     whole = train(kind, config, tmp_path)
@@ -98,7 +98,7 @@ def indices(batches: Any) -> list[list[int]]:
     return [batch[0].flatten().tolist() for batch in batches]
 
 
-def test_a_shard_of_an_endless_stream_goes_on_at_the_position_of_the_stream() -> None:
+def test_a_shard_of_an_endless_stream_resumes_at_the_position_of_the_stream() -> None:
     loader = make("endless", 2, 1, **STATEFUL)
     list(islice(loader, 2))
     expected = indices(islice(loader, 5))
@@ -124,7 +124,7 @@ def test_the_end_of_a_resumed_shard_is_filled_from_the_beginning_of_the_epoch(wo
 
 
 @pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1)])
-def test_another_world_size_goes_on_at_the_state_of_the_stream_that_torchdata_saved(
+def test_another_world_size_resumes_at_the_state_of_the_stream_that_torchdata_saved(
     before: int, now: int
 ) -> None:
     loader = make("counting", before, **STATEFUL)
@@ -158,7 +158,7 @@ def test_a_batch_of_the_old_pass_behind_a_load_does_not_change_the_next_pass(kin
     assert indices(loader) == expected[2:]
 
 
-def test_a_state_that_was_asked_for_before_the_first_pass_is_dropped_when_a_checkpoint_is_loaded() -> None:
+def test_a_state_read_before_the_first_pass_is_dropped_when_a_checkpoint_is_loaded() -> None:
     loader = make("stream", 1, **STATEFUL)
     saved = resume.capture(loader)
     assert saved is not None

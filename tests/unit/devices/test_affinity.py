@@ -64,7 +64,7 @@ def test_binding_happens_once_unless_overridden(two_gpus, bound, caplog):
     assert not caplog.records
 
 
-def test_cores_are_logged_when_asked_or_in_debug_mode(two_gpus, bound, caplog, monkeypatch):
+def test_cores_are_logged_on_request_or_in_debug_mode(two_gpus, bound, caplog, monkeypatch):
     caplog.set_level("INFO")
     nvidia.override_numa_affinity(0, verbose=True)
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "1")

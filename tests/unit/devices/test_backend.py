@@ -91,7 +91,7 @@ def test_bf16_support_is_that_of_the_module(accelerator, fake_torch):
     assert accelerator.supports(bf16) is True
 
 
-def test_modules_without_a_cache_are_left_alone(accelerator, fake_torch, monkeypatch):
+def test_modules_without_a_cache_are_unchanged(accelerator, fake_torch, monkeypatch):
     accelerator.empty_cache()
     assert fake_torch.paths == [f"{accelerator.module}.empty_cache"]
     monkeypatch.setattr(type(accelerator), "torch_module", lambda self: object())

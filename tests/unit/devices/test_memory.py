@@ -10,7 +10,9 @@ from accelerate.devices import CPU, CUDA, hardware_table
 
 
 @pytest.mark.parametrize("collect", [True, False])
-def test_clear_device_cache_asks_the_device_and_collects_on_request(collect, monkeypatch, fake_torch):
+def test_clear_device_cache_empties_the_cache_and_collects_garbage_on_request(
+    collect, monkeypatch, fake_torch
+):
     collected = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
     monkeypatch.setattr(hardware_table, "detect", lambda: CUDA)

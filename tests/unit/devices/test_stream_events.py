@@ -76,7 +76,9 @@ def test_an_error_of_the_driver_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("captures", [False, True])
-def test_the_module_says_whether_a_graph_is_captured(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_module_reports_whether_a_graph_is_captured(
+    captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = SimpleNamespace(is_current_stream_capturing=lambda: captures)
     backend = replace(CPU, has_streams=True)
     monkeypatch.setattr(type(backend), "torch_module", lambda self: module)

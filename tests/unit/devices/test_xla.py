@@ -29,7 +29,7 @@ def test_install_xla_is_refused_outside_of_colab(monkeypatch):
 
 
 @pytest.mark.parametrize("upgrade", [True, False])
-def test_in_colab_pip_is_asked_for_the_release_of_torch(upgrade, monkeypatch):
+def test_colab_installs_the_release_of_torch(upgrade, monkeypatch):
     commands = []
     monkeypatch.setenv("COLAB_RELEASE_TAG", "release")
     monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append((command, check)))

@@ -142,7 +142,7 @@ def test_messages_of_processes_before_a_restart_are_ignored(ranks: Ranks, last: 
     assert [kept.ended for kept in ranks.kept] == [[], [], []]
 
 
-def test_the_report_says_when_all_ranks_came_and_do_not_connect(ranks: Ranks) -> None:
+def test_the_report_names_ranks_that_arrived_and_do_not_connect(ranks: Ranks) -> None:
     ranks.come(0, 1, 2)
     ranks.until(lambda: ranks.kept[0].texts)
     text, _ = ranks.go()

@@ -153,7 +153,7 @@ def test_a_thread_of_a_worker_that_cannot_send_is_shown() -> None:
     assert f"line {line_of('PICKLES')}, in __reduce__" in text.partition("another thread of it is at:")[2]
 
 
-def test_a_thread_that_reads_ahead_is_looked_at() -> None:
+def test_a_thread_that_reads_ahead_is_examined() -> None:
     gate = threading.Event()
 
     def read() -> Iterator[Item]:

@@ -63,7 +63,7 @@ def test_each_rank_has_a_line() -> None:
     assert str(used) == "rank 0: 1 MiB\nrank 1: 2,048 MiB"
 
 
-def test_a_device_is_asked_for_its_peak() -> None:
+def test_the_peak_is_read_from_the_device() -> None:
     calls: list[str] = []
     backend = backend_with(
         reset_peak_memory_stats=lambda: calls.append("reset"), max_memory_allocated=lambda: 5 * MIB

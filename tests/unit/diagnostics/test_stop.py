@@ -124,7 +124,7 @@ def test_the_end_of_an_allocation(left: int, margin: int | None, expected: bool 
     assert read_requests(sources) == ({ALLOCATION_ENDS} if expected else set())
 
 
-def test_one_process_of_a_machine_looks_at_files(tmp_path: Path) -> None:
+def test_one_process_of_a_machine_reads_files(tmp_path: Path) -> None:
     settings = StoppingSection(stop_file=str(tmp_path), save_file=str(tmp_path / "save"))
     assert find_sources(settings, {}, reads_files=False) == []
     sources = find_sources(settings, {}, reads_files=True)

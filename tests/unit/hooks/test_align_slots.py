@@ -95,7 +95,7 @@ def test_tied_tensors_share_a_slot_and_others_stay() -> None:
     assert len(find_slots(module, None, False, with_inner=False)[0]) == 0
 
 
-def test_parameters_keep_what_is_noted_on_them() -> None:
+def test_parameters_keep_their_attributes() -> None:
     module, slot, _ = make()
     slot.empty.note = 7  # type: ignore[attr-defined]
     slot.fill(slot.read(CPU), CPU)

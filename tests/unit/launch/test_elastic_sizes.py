@@ -106,7 +106,7 @@ def test_bad_sizes(words: tuple[str, ...], message: str) -> None:
         plan(*words, *ADDRESS)
 
 
-def test_a_static_rendezvous_that_a_variable_asks_for_is_refused() -> None:
+def test_a_static_rendezvous_of_a_variable_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="its number of machines cannot change"):
         plan("--nnodes", "1:2", "--num_processes", "2", *ADDRESS, PET_RDZV_BACKEND="static")
 

@@ -28,7 +28,7 @@ def test_with_cpu_no_devices_are_probed() -> None:
     assert not here.has_accelerator
 
 
-def test_a_port_that_somebody_listens_on_is_in_use() -> None:
+def test_a_port_with_a_listener_is_in_use() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()

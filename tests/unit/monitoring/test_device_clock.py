@@ -263,7 +263,7 @@ def test_rounds_that_accumulate_are_read_before_their_step(device: Device) -> No
     assert read(clock, device)["forward"] == pytest.approx(0.75, abs=0.01)
 
 
-def test_a_stream_that_captures_a_graph_is_left_alone(device: Device) -> None:
+def test_a_stream_that_captures_a_graph_records_no_events(device: Device) -> None:
     clock = make_clock(device)
     run_step(clock, device, 1, forward=0.35)
     records = device.num_records

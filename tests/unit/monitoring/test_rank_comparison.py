@@ -68,7 +68,7 @@ def test_one_of_two_ranks_is_compared_with_the_other() -> None:
     assert Comparisons().add(summarize([0.1, 0.2])) == {1: pytest.approx(1.0)}
 
 
-def test_a_rank_that_is_slow_now_and_then_is_none() -> None:
+def test_a_rank_that_is_slow_at_times_is_no_straggler() -> None:
     comparisons = Comparisons()
     for step in range(20):
         comparisons.add(summarize([0.1, 0.2 if step % 2 else 0.1], step=step))

@@ -69,7 +69,7 @@ def test_a_save_that_fails_is_recorded_with_its_error(
     assert save.blocked == save.seconds > 0
 
 
-def test_a_load_is_recorded_with_the_step_that_it_goes_on_from(tmp_path: Path) -> None:
+def test_a_load_is_recorded_with_its_step(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, project_dir=tmp_path)
     train(accelerator, 10)
     accelerator.save_state(tmp_path / "one")
@@ -82,7 +82,7 @@ def test_a_load_is_recorded_with_the_step_that_it_goes_on_from(tmp_path: Path) -
     assert (loaded.path, loaded.step) == (str(tmp_path / "one"), 10)
 
 
-def test_a_run_that_is_asked_to_stop_ends_as_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_request_ends_the_run_as_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_STOP_FILE", str(tmp_path / "stop"))
     accelerator = Accelerator(cpu=True, project_dir=tmp_path)
     train(accelerator, 10)

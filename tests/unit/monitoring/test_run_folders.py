@@ -135,7 +135,7 @@ def test_the_oldest_runs_are_removed_by_number_and_bytes(runs: Path, monkeypatch
     assert sorted(os.listdir(runs)) == [run_name(number) for number in range(5, 9)]
 
 
-def test_runs_that_may_go_on_and_foreign_files_are_kept(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_active_runs_and_other_files_are_kept(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folders, "MAX_RUNS", 0)
     write(runs / run_name(1), age=DAY / 2)
     with_page = write(runs / run_name(2), age=2 * DAY)

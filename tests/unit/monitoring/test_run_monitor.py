@@ -149,7 +149,7 @@ def test_the_option_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("variable", "levels"), [("", []), ("yes", ["WARNING"]), ("FOLDER", ["WARNING"])])
-def test_a_folder_that_cannot_be_written_gives_a_warning_only_where_records_were_asked_for(
+def test_a_folder_that_cannot_be_written_gives_a_warning_only_if_the_user_set_it(
     variable: str, levels: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("no folder")
@@ -261,7 +261,7 @@ def test_windows_have_the_position_in_the_epoch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
-def test_the_time_of_steps_is_printed_at_the_end_only_if_the_user_asks(
+def test_the_time_of_steps_is_printed_at_the_end_only_on_request(
     is_asked: bool, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.INFO, logger="accelerate")

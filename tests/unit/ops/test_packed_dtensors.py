@@ -66,7 +66,7 @@ def test_dtensors_are_replaced_by_full_tensors() -> None:
     assert found["b"] == "text"
 
 
-def test_a_value_of_all_ranks_is_there_once() -> None:
+def test_a_value_of_all_ranks_is_stored_once() -> None:
     value, transport = shared([3.0], 0, 1, 2, 3), FakeTransport()
     assert gather_packed([value], transport, Call("op"))[0].tolist() == [3.0, 3.0]
     assert reduce_packed([value], "mean", 2.0, transport, Call("op"))[0].tolist() == [6.0, 6.0]

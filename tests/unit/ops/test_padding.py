@@ -53,7 +53,7 @@ def test_the_last_sample_is_repeated(batch_size: int, parts: int, length: int) -
     assert padded == list(range(batch_size)) + [batch_size - 1] * (length - batch_size)
 
 
-def test_tensors_of_another_size_are_left_alone() -> None:
+def test_tensors_of_another_size_are_unchanged() -> None:
     data = {"x": torch.ones(2, 3), "mask": torch.ones(7), "step": torch.tensor(1)}
     padded = pad_input_tensors(data, 3, 2, dim=1)
     assert padded["x"].shape == (2, 4)

@@ -140,7 +140,7 @@ def test_generators_are_restored() -> None:
     assert torch.equal(before[2], after[2])
 
 
-def test_values_of_the_model_and_the_batch_stay_as_they_are() -> None:
+def test_values_of_the_model_and_the_batch_are_unchanged() -> None:
     def change(model: Any, values: Tensor, mask: Tensor) -> Tensor:
         model.order.add_(1)
         mask.logical_not_()

@@ -61,5 +61,5 @@ def test_attention_may_be_saved() -> None:
         ),
     ],
 )
-def test_a_summary_says_what_is_recomputed(handler: ActivationCheckpointing, summary: str) -> None:
+def test_a_summary_lists_the_recomputed_modules(handler: ActivationCheckpointing, summary: str) -> None:
     assert handler.summary == summary

@@ -73,7 +73,7 @@ def test_transformer_engine_is_filled_from_the_environment(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "wrong", [{"fp8_format": "E3M4"}, {"amax_compute_algo": "mean"}, {"interval": 0}, {"margin": -1}]
 )
-def test_transformer_engine_refuses_what_it_does_not_know(wrong: dict[str, Any]) -> None:
+def test_unknown_settings_of_transformer_engine_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
         TERecipeKwargs(**wrong)
 

@@ -185,7 +185,7 @@ def test_efficient_loading_sets_the_variable_of_other_libraries(monkeypatch: pyt
     assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "True"
 
 
-def test_set_state_dict_type_brings_the_details() -> None:
+def test_set_state_dict_type_sets_the_config() -> None:
     plugin = FullyShardedDataParallelPlugin(state_dict_config=FullStateDictConfig())
     assert plugin.state_dict_config == FullStateDictConfig()
     plugin.set_state_dict_type("SHARDED_STATE_DICT")

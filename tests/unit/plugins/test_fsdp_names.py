@@ -25,7 +25,7 @@ def test_flags(value: Any, expected: bool) -> None:
     assert read_flag("name", value) is expected
 
 
-def test_a_flag_that_is_none() -> None:
+def test_an_invalid_flag_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="name='maybe'"):
         read_flag("name", "maybe")
 

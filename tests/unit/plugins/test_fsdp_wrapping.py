@@ -46,7 +46,7 @@ def test_layers_to_wrap_are_those_of_the_user_or_the_model(layers: list[str] | N
     assert names(model, find_units(model, policy)) == ["inner.0", "inner.1"]
 
 
-def test_a_layer_that_is_not_there_is_named() -> None:
+def test_a_missing_layer_is_named() -> None:
     with pytest.raises(ConfigurationError, match="names Absent, and Outer has no .* Name some of Inner"):
         bind_policy(read_policy("transformer_based_wrap"), Outer(), ["Absent"], None)
 

@@ -66,7 +66,7 @@ def test_every_field_is_read_from_its_variable(monkeypatch: pytest.MonkeyPatch) 
     }
 
 
-def test_the_table_above_knows_every_variable() -> None:
+def test_the_table_above_has_all_variables() -> None:
     launched = json.loads(SAMPLES.read_text())
     written = {name for name in json.dumps(launched).split('"') if name.startswith("MEGATRON_LM_")}
     assert written <= {f"MEGATRON_LM_{name}" for name in FROM_ENVIRONMENT}

@@ -18,7 +18,7 @@ def test_attention_backend(given: Any, name: str | None) -> None:
     assert read_backend(given) == name
 
 
-def test_processes_that_can_be_shared_out() -> None:
+def test_processes_are_a_multiple_of_the_model_parallel_size() -> None:
     plugin = MegatronLMPlugin(tp_degree=2, pp_degree=2)
     assert find_wrong_sizes(plugin, 8) == []
     (problem,) = find_wrong_sizes(plugin, 6)

@@ -153,7 +153,7 @@ def test_the_sequence_length_is_that_of_the_plugin_the_batch_or_the_model() -> N
     assert parse(config, "M", batch=None)[1]["seq_length"] == 128
 
 
-def test_positions_as_the_user_wants_them() -> None:
+def test_positions_are_those_of_the_user() -> None:
     config = Config("gpt2")
     assert parse(config, "M", use_rotary_position_embeddings=True)[1]["position_embedding_type"] == "rope"
 

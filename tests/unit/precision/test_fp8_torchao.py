@@ -181,7 +181,7 @@ def test_training_in_float8_learns(states: None, gathers: bool) -> None:
     assert not torch.equal(model[3].weight, before)
 
 
-def test_a_model_with_float8_layers_is_left_as_it_is(states: None) -> None:
+def test_a_model_with_float8_layers_is_unchanged(states: None) -> None:
     model = build()
     precision.convert_model_to_fp8_ao(model, module_filter_func=lambda module, name: name == "0")
     accelerator = Accelerator(mixed_precision="fp8")

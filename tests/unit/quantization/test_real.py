@@ -128,7 +128,7 @@ def test_quantized_weights_are_offloaded_to_the_disk(body: Any, tmp_path: Path) 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("safe", [True, False])
-def test_a_quantized_model_is_saved_and_loaded_as_it_is(
+def test_a_quantized_model_is_saved_and_loaded_unchanged(
     way: str, safe: bool, body: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from accelerate import Accelerator

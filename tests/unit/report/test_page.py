@@ -72,7 +72,7 @@ def page_of(*folders: Path, **kwargs: float) -> Reader:
     return Reader(write_page([read_run(folder) for folder in folders], **kwargs))
 
 
-def test_a_page_tells_the_story_of_a_failed_run(tmp_path: Path) -> None:
+def test_a_page_shows_the_events_of_a_failed_run(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     page = page_of(tmp_path / "run", now=BEGIN + STEPS + 60)
     for text in (
@@ -98,7 +98,7 @@ def test_a_page_tells_the_story_of_a_failed_run(tmp_path: Path) -> None:
     assert any(name == "aria-label" and "2 not finite" in str(value) for name, value in page.attributes)
 
 
-def test_a_run_without_an_end_says_when_its_last_record_was_written(tmp_path: Path) -> None:
+def test_a_run_without_an_end_has_the_time_of_its_last_record(tmp_path: Path) -> None:
     writer = RecordWriter(tmp_path / "run" / "run_records", 0)
     writer.write(Start(time=BEGIN, rank=0, world_size=1, pid=1))
     writer.close()
@@ -107,7 +107,7 @@ def test_a_run_without_an_end_says_when_its_last_record_was_written(tmp_path: Pa
     assert "1 min 30 s before this page" in text
 
 
-def test_values_alone_say_how_far_the_run_was(tmp_path: Path) -> None:
+def test_values_alone_have_the_last_step_of_the_run(tmp_path: Path) -> None:
     writer = RecordWriter(tmp_path / "run_records", 0)
     writer.write(Values(time=BEGIN, step=1234, values={"loss": 1.0}))
     writer.close()

@@ -117,7 +117,7 @@ def test_a_checkpoint_of_all_ranks_is_one_entry_and_a_failed_one_is_kept(tmp_pat
     assert [(entry.record.event, entry.record.step) for entry in entries] == [("committed", 4), ("failed", 6)]
 
 
-def test_what_the_program_logs_wins_over_what_was_observed(tmp_path: Path) -> None:
+def test_logged_values_replace_observed_ones(tmp_path: Path) -> None:
     window = Window(time=2.0, first=1, last=10, seconds=1.0, seconds_by={}, values={"loss": 7.0})
     write(tmp_path, 0, start(0), Values(time=1.0, step=12, values={"loss": 1.0}), window)
     series = read_run(tmp_path).values["loss"][0]
@@ -151,7 +151,7 @@ def test_a_line_that_cannot_be_used_is_counted_and_the_others_are_read(tmp_path:
     assert run.values["loss"][0].count == 1
 
 
-def test_numbers_that_are_none_or_too_large_break_nothing(tmp_path: Path) -> None:
+def test_invalid_numbers_are_left_out(tmp_path: Path) -> None:
     line = {"kind": "steps", "time": 1.0, "first": 1, "last": 2, "seconds": 1.0}
     line |= {"seconds_by": {"data": "long", "forward": 0.5}, "values": {"loss": 10**400, "lr": None}}
     write(tmp_path, 0, start(0))

@@ -223,7 +223,7 @@ def test_a_wrong_line_ends_it(text: str, problem: str) -> None:
         lines("perhaps\n").confirm("Sure?", False)
 
 
-def test_the_question_of_advanced_settings_is_left_out_when_there_is_none() -> None:
+def test_no_question_of_advanced_settings_without_such_settings() -> None:
     script = Script()
     section = next(section for section in SECTIONS if section.__name__ == "PrecisionSection")
     Questionnaire(script, (section,)).run()  # type: ignore[arg-type]

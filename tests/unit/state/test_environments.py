@@ -149,7 +149,7 @@ def test_contradictions_are_named(environ: dict[str, str], text: str) -> None:
     assert text in str(error.value)
 
 
-def test_the_xla_runtime_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_topology_is_that_of_the_xla_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = SimpleNamespace(
         global_ordinal=lambda: 6,
         world_size=lambda: 8,
@@ -173,7 +173,7 @@ def test_get_cpu_distributed_information() -> None:
 
 
 @pytest.mark.parametrize(("answer", "local"), [("127.0.1.1", (1, 2)), ("10.0.0.7", (0, 1)), (None, (0, 1))])
-def test_without_a_group_the_address_of_rank_0_tells_whether_it_is_this_machine(
+def test_without_a_group_the_address_of_rank_0_decides_whether_it_is_this_machine(
     answer: str | None, local: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def resolve(name: str) -> str:
@@ -198,7 +198,7 @@ def test_without_a_group_the_address_of_rank_0_tells_whether_it_is_this_machine(
         ),
     ],
 )
-def test_an_open_group_knows_rank_and_size(environ: dict[str, str], topology: Topology) -> None:
+def test_rank_and_size_are_those_of_an_open_group(environ: dict[str, str], topology: Topology) -> None:
     assert environments.detect_in_group(environ, 5, 8) == topology
 
 
@@ -216,7 +216,7 @@ def test_hosts_that_are_no_list_are_refused(text: str) -> None:
     ["x", "9" * 400, "9" * 5000, "1e999", "\u00b2"],
     ids=lambda text: text[:9] if text.isascii() else "superscript",
 )
-def test_numbers_that_are_none_are_refused_by_name(text: str) -> None:
+def test_invalid_numbers_are_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigurationError, match="^RANK="):
         environments.detect({"RANK": text, "WORLD_SIZE": "2"})
 

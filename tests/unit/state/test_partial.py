@@ -140,7 +140,7 @@ def test_the_current_gpu_of_a_single_process(four_gpus: list[int]) -> None:
     assert four_gpus == [], "a single process computes where the user said"
 
 
-def test_the_cpu_can_be_asked_for(four_gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_is_used_on_request(four_gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     assert PartialState(cpu=True).device == torch.device("cpu")
     PartialState._reset_state()
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -162,7 +162,9 @@ def test_a_device_by_name(
 
 
 @pytest.mark.parametrize("name", ["abacus:1", "cuda:first", "cuda:4", "cuda:-1"])
-def test_a_device_that_is_not_there(four_gpus: list[int], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_an_unavailable_device_is_refused(
+    four_gpus: list[int], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     if name.startswith("abacus"):
         monkeypatch.undo()  # the real table knows the kinds
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", name)
@@ -181,7 +183,7 @@ def test_a_number_that_no_cpu_has(monkeypatch: pytest.MonkeyPatch, name: str) ->
         PartialState()
 
 
-def test_hardware_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_hardware_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceBackend, "available", lambda row: False)
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda")
     with pytest.raises(ConfigurationError, match="'cuda': this process sees 0 devices"):

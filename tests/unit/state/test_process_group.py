@@ -112,7 +112,7 @@ def test_replicas_of_xla_use_the_rendezvous_of_the_runtime(monkeypatch: pytest.M
     assert met == ["accelerate.wait_for_everyone"]
 
 
-def test_a_library_that_torch_does_not_bring_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_library_outside_of_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     imported: list[str] = []
     monkeypatch.setattr(process_group, "import_module", imported.append)
     standard = "torch.distributed.nn.functional"

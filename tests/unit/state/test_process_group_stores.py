@@ -46,7 +46,7 @@ def test_each_generation_has_a_name_of_its_own(first: int) -> None:
     assert len(set(names)) == 3
 
 
-def test_a_generation_that_ended_before_all_had_come() -> None:
+def test_a_generation_that_ended_before_all_ranks_arrived_is_replaced() -> None:
     agent = open_agent()
     channel = StoreChannel(agent, "", {})
     channel.post("name", "lost")

@@ -134,7 +134,7 @@ def test_a_service_is_made_once_and_found_by_its_class(held: ProcessServices) ->
     assert held.find(Transport) is held.remove(Transport) is None
 
 
-def test_a_reset_of_the_state_forgets_services_of_the_run_only(held: ProcessServices) -> None:
+def test_a_reset_of_the_state_removes_services_of_the_run_only(held: ProcessServices) -> None:
     transport, note = held.get(Transport, Transport), held.of_process(Note)
     PartialState._reset_state()
     assert held.get(Transport, Transport) is not transport

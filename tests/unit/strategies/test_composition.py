@@ -68,7 +68,7 @@ def test_a_strategy_that_shards_models_begins_with_their_meshes() -> None:
     assert [type(layer) for layer in composed(shards_models=True).layers] == [ShardedModels]
 
 
-def test_a_sharded_model_brings_its_layer_once() -> None:
+def test_a_sharded_model_adds_its_layer_once() -> None:
     strategy, model = composed({"tp_size": 2}), nn.Linear(1, 1)
     strategy.admit(strategy, model)
     assert [type(layer) for layer in strategy.layers] == [TensorAxis]

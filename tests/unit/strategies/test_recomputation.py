@@ -354,7 +354,7 @@ def test_hooks_of_a_block_run_once(prepared: Any) -> None:
     assert sorted(calls) == ["block", "inside", "inside"]
 
 
-def test_models_prepared_for_evaluation_or_without_training_are_left_alone(prepared: Any) -> None:
+def test_models_prepared_for_evaluation_or_without_training_are_unchanged(prepared: Any) -> None:
     accelerator, _ = prepared(built(), ActivationCheckpointing())
     frozen = built().requires_grad_(False)
     evaluated = accelerator.prepare_model(built(), evaluation_mode=True)

@@ -82,7 +82,7 @@ def test_the_guide_lists_the_package_of_every_tracker() -> None:
         assert f"| `{tracker.name}` | `{PACKAGES[tracker.package].distributions[0]}`" in guide
 
 
-def test_no_tracker_is_asked_for() -> None:
+def test_no_tracker_is_requested() -> None:
     assert filter_trackers(None) == []
     assert filter_trackers([]) == []
 
@@ -177,6 +177,6 @@ def test_a_tracker_that_writes_files_gets_the_folder() -> None:
     assert tracker.init_kwargs == {"flush_secs": 5}
 
 
-def test_a_tracker_that_is_built_already_is_used_as_it_is() -> None:
+def test_a_tracker_object_is_used_unchanged() -> None:
     mine = Notebook()
     assert build_tracker(mine, "run", None, {}) is mine

@@ -194,7 +194,7 @@ def test_values_that_cannot_be_written_are_one_warning_and_later_ones_are_writte
     assert [record.step for record in records_below(tmp_path) if isinstance(record, Values)] == [0, 3]
 
 
-def test_values_are_written_while_the_run_goes_on_and_where_it_does_not_end(tmp_path: Path) -> None:
+def test_values_are_written_during_the_run_and_without_its_end(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with="report", project_dir=str(tmp_path))
     accelerator.init_trackers("project")
     for step in range(3):

@@ -68,7 +68,7 @@ class Hostile:
         return os.mkdir, (str(self.mark),)
 
 
-def test_a_hostile_file_runs_no_code(tmp_path: Path) -> None:
+def test_a_malicious_file_runs_no_code(tmp_path: Path) -> None:
     mark, path = tmp_path / "ran", tmp_path / "x.bin"
     torch.save({"state": Hostile(mark)}, path)
     with pytest.raises(CheckpointError, match=r"x\.bin holds a .*mkdir.*weights_only"):
@@ -142,7 +142,7 @@ def test_a_file_cut_at_any_byte_is_named(tmp_path: Path, write: Any) -> None:
             read(path)
 
 
-def test_a_missing_file_is_what_the_system_says(tmp_path: Path) -> None:
+def test_a_missing_file_raises_the_error_of_the_system(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load(tmp_path / "nowhere")
 

@@ -37,7 +37,7 @@ def test_every_dtype_is_read_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.bin"])
-def test_values_are_read_for_devices_that_the_format_does_not_know(tmp_path: Path, name: str) -> None:
+def test_values_are_read_for_devices_unknown_to_the_format(tmp_path: Path, name: str) -> None:
     state = {"w": torch.ones(2, 3)}
     if name.endswith("safetensors"):
         save_file(state, tmp_path / name)
@@ -100,7 +100,7 @@ def test_an_unknown_dtype_only_prevents_reading_its_tensor(tmp_path: Path) -> No
         opened.read("b")
 
 
-def test_a_file_that_is_gone_or_torn(tmp_path: Path) -> None:
+def test_a_missing_or_truncated_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     for content in (None, b"", b"torn", (99).to_bytes(8, "little") + b"{}"):
         if content is not None:
@@ -241,7 +241,7 @@ def test_shared_tensors_stay_shared_on_one_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.bin"])
-def test_a_file_that_rests_is_not_mapped_and_can_be_read_again(tmp_path: Path, name: str) -> None:
+def test_a_released_file_is_not_mapped_and_can_be_read_again(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, {"a": torch.ones(5000)})
     opened = open_weights(path)
     assert opened.read("a", CPU).sum() == 5000

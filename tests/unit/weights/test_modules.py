@@ -58,7 +58,7 @@ def test_buffers_outside_the_state_dict() -> None:
     assert get_non_persistent_buffers(Outer(), recurse=True, fqns=True) == {"own", "inner.hidden"}
 
 
-def test_a_shared_tensor_is_there_under_each_name() -> None:
+def test_a_shared_tensor_has_all_its_names() -> None:
     found = all_tensors(Outer())
     assert sorted(found) == ["inner.hidden", "inner.shown", "inner.weight", "own", "tied.weight"]
     assert found["inner.weight"] is found["tied.weight"]

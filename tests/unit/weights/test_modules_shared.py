@@ -146,7 +146,7 @@ def test_parameters_are_tied_again_to_the_one_with_a_value() -> None:
     assert model.a.weight.device.type == "cpu"
 
 
-def test_the_first_value_wins() -> None:
+def test_the_first_value_is_kept() -> None:
     model = Tied()
     first = model.a.weight
     model.b.weight = nn.Parameter(torch.zeros(3, 3))

@@ -42,7 +42,7 @@ def test_the_old_tensor_is_not_changed() -> None:
     assert torch.equal(old, before)
 
 
-def test_a_parameter_keeps_what_is_noted_on_it() -> None:
+def test_a_parameter_keeps_its_attributes() -> None:
     model = build()
     model[0].weight.requires_grad_(False)
     model[0].weight.note = "mine"
@@ -114,7 +114,7 @@ class Packed(nn.Parameter):
         return made
 
 
-def test_parameters_of_other_classes_stay_what_they_are() -> None:
+def test_parameters_of_other_classes_keep_their_class() -> None:
     model = nn.Module()
     model.weight = Packed(torch.ones(2), requires_grad=False, factor=3.0)
     set_module_tensor_to_device(model, "weight", "cpu", torch.zeros(2), fp16_statistics=torch.tensor(0.5))

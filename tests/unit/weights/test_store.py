@@ -195,7 +195,7 @@ def test_a_quantized_weight_is_stored_with_its_scales(tmp_path: Path) -> None:
     assert model.layer.weight.SCB.tolist() == [0.5, 0.25]
 
 
-def test_other_parameters_are_stored_as_they_are(tmp_path: Path) -> None:
+def test_other_parameters_are_stored_unchanged(tmp_path: Path) -> None:
     model, index = build(), {}
     quantize_and_offload_8bit(
         model, torch.tensor([3.0, 4.0]), "norm.weight", "float16", tmp_path, index, None

@@ -55,7 +55,7 @@ def test_all_devices_are_used(
     assert (loaded.num_processes, loaded.distributed_type, loaded.use_cpu) == (devices, kind, False)
 
 
-def test_a_file_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_file_is_not_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("debug: true\n")
     assert write_basic_config(save_location=str(path)) is False

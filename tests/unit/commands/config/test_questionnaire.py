@@ -265,7 +265,7 @@ def test_an_allocation_of_slurm_gives_the_machines(monkeypatch: pytest.MonkeyPat
     assert "an allocation of 2 nodes" in known.facts[1]
 
 
-def test_the_file_that_is_there_gives_defaults_and_keeps_its_other_settings(tmp_path: Path) -> None:
+def test_an_existing_file_gives_defaults_and_keeps_its_other_settings(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     mapping = {
         "distributed_type": "FSDP",
@@ -347,7 +347,7 @@ class Iam:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_the_role_of_the_job_is_made_when_asked_for(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+def test_the_role_of_the_job_is_created_on_request(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
     client = Iam(["trainer"] if there else [])
     monkeypatch.setattr(sagemaker, "_iam", lambda: client)
     monkeypatch.setattr(sagemaker, "is_boto3_available", lambda: True)

@@ -87,7 +87,7 @@ def test_a_filter_takes_the_place_of_counts(name: str, flag: str) -> None:
 @pytest.mark.parametrize(
     ("target", "kind"), [(Target("module", "a.b"), "--module"), (Target("program", "./a"), "--no_python")]
 )
-def test_modules_and_programs_stay_what_they_are(target: Target, kind: str) -> None:
+def test_modules_and_programs_keep_their_kind(target: Target, kind: str) -> None:
     plan = made(target)
     assert launcher_for(plan).command(plan)[-2:] == [kind, target.name]
 

@@ -146,7 +146,7 @@ def test_another_thread_can_launch_too() -> None:
     assert codes == [3]
 
 
-def test_a_program_that_is_not_there_is_named() -> None:
+def test_a_missing_program_is_named() -> None:
     plan = LaunchPlan("local", Target("program", "/nowhere/program"))
     with pytest.raises(ConfigurationError, match="/nowhere/program cannot be started: No such file"):
         LocalLauncher().run(plan)
@@ -247,7 +247,7 @@ def stop(context: Context, at: int) -> psutil.Process:
     return process
 
 
-def test_a_stopped_rank_ends_when_it_is_asked_to(started: Start) -> None:
+def test_a_stopped_rank_ends_on_a_signal(started: Start) -> None:
     ranks = Ranks(None)
     context = started(ranks, SLEEP, SLEEP)
     stop(context, 0)

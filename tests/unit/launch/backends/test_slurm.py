@@ -80,7 +80,7 @@ def test_one_machine_needs_no_rank() -> None:
         (Target("program", "./a", ("1",)), "--no_python ./a 1"),
     ],
 )
-def test_modules_and_programs_stay_what_they_are(target: Target, end: str) -> None:
+def test_modules_and_programs_keep_their_kind(target: Target, end: str) -> None:
     assert agent_of(made(target=target)).endswith(f'--machine_rank "$SLURM_NODEID" {end}')
 
 
@@ -89,7 +89,7 @@ def test_more_machines_than_the_allocation_has_are_refused() -> None:
         made(num_machines=4)
 
 
-def test_a_file_that_asks_for_slurm_is_followed_inside_an_allocation() -> None:
+def test_slurm_of_a_file_is_used_inside_an_allocation() -> None:
     layer = Layer("c.yaml", {"slurm": True, "num_machines": 1, "cpu": True})
     plan, _ = resolve_plan(merge_layers(layer), Machine(environ=ALLOCATION), TARGET)
     assert (plan.launcher, plan.machines) == ("slurm", 3)

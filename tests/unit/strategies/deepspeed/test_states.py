@@ -24,7 +24,7 @@ def test_views_of_one_buffer_are_copied_separately_and_tied_names_stay_tied():
     assert torch.equal(copied["b"], state["b"])
 
 
-def test_a_model_without_shards_is_left_as_it_is():
+def test_a_model_without_shards_is_unchanged():
     model = torch.nn.Linear(2, 2)
     with gathered_parameters(model):
         assert model.weight.shape == (2, 2)

@@ -259,7 +259,7 @@ def test_with_stage_three_a_model_that_is_not_trained_is_sharded(start, parts, p
     assert accelerator.deepspeed_engine_wrapped is None
 
 
-def test_an_evaluated_model_stays_as_it_is(start, parts, package):
+def test_an_evaluated_model_is_unchanged(start, parts, package):
     given = parts()
     assert start().prepare_model(given.model, evaluation_mode=True) is given.model
     assert package.asked == []

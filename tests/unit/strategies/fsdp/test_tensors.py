@@ -17,7 +17,7 @@ def stepped() -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_plain_tensors_stay_as_they_are() -> None:
+def test_plain_tensors_are_unchanged() -> None:
     state = gather_state(stepped(), keep=True)
     fresh = torch.optim.Adam([nn.Parameter(torch.ones(3))], lr=0.1)
     whole = WholeOptimizer(fresh, state)

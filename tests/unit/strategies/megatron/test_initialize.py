@@ -124,7 +124,7 @@ def test_a_custom_model_provider_is_used(start: Start, fake: Fake) -> None:
     assert fake.called("setup_model_and_optimizer")[0][1] is provider
 
 
-def test_kernels_that_are_missing_are_not_asked_for(start: Start, fake: Fake) -> None:
+def test_missing_kernels_are_not_requested(start: Start, fake: Fake) -> None:
     start(other_megatron_args={"masked_softmax_fusion": True})
     args = fake.get_args()
     assert args.gradient_accumulation_fusion is False

@@ -61,7 +61,7 @@ def test_samples_are_not_read_where_the_length_is_known(fake: Fake) -> None:
     assert plan_run(plugin, objects(unreadable), 1, "no", 1) == []
 
 
-def test_random_numbers_are_left_alone(fake: Fake) -> None:
+def test_random_states_are_unchanged(fake: Fake) -> None:
     before = torch.get_rng_state()
     plan_run(MegatronLMPlugin(), objects(DataLoader(samples(), batch_size=2, shuffle=True)), 1, "no", 1)
     assert before.equal(torch.get_rng_state())

@@ -100,7 +100,7 @@ def test_unknown_models_are_among_the_problems(fake: Fake) -> None:
         accelerator.prepare(Model(model_type="opt"), DataLoader(samples(), batch_size=2))
 
 
-def test_the_launcher_asks_for_it(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_of_the_launcher_selects_megatron(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
     monkeypatch.setenv("MEGATRON_LM_NUM_MICRO_BATCHES", "4")
     accelerator = Accelerator(cpu=True)
