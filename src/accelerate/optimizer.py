@@ -23,7 +23,14 @@ from accelerate.logging import get_logger
 from accelerate.nested import honor_type as honor_type, recursively_apply
 from accelerate.ops import reduce
 from accelerate.precision import explain_fp16_gradients
-from accelerate.state import AcceleratorState, DrivingLoader, GradientState, Observers, run_observers
+from accelerate.state import (
+    AcceleratorState,
+    DrivingLoader,
+    GradientState,
+    Observers,
+    run_observers,
+    step_clock,
+)
 
 logger = get_logger(__name__)
 
@@ -75,6 +82,13 @@ def _no_step(*args: Any, **kwargs: Any) -> None:
 def _call_averaged(closure: Callable[[], Any], mean_loss: Callable[[Any], Any]) -> Any:
     """Returns the mean loss of a closure, so that line searches of all ranks evaluate it as often."""
     return mean_loss(closure())
+
+
+def _call_in_step(closure: Callable[[], Any]) -> Any:
+    """Returns the result of a closure, after whose backward pass the step of the optimizer continues."""
+    result = closure()
+    step_clock.before_step()
+    return result
 
 
 @torch.no_grad()
@@ -323,7 +337,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             closure = partial(self._complete, closure)
         if self.mean_loss is not None and not self.is_joined:
             closure = partial(_call_averaged, closure, self.mean_loss)
-        return closure
+        return partial(_call_in_step, closure)
 
     def record_pass(self) -> None:
         """Sets `last_pass` in a micro-batch."""

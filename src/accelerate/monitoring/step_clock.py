@@ -175,8 +175,9 @@ class StepClock:
     """Timer of the phases of each step, which is one object for the lifetime of the process."""
 
     def __init__(self) -> None:
-        self.before_read = partial(self.switch, DATA)
-        self.before_move = partial(self.switch, MOVING)
+        self.before_read, self.before_move = partial(self.switch, DATA), partial(self.switch, MOVING)
+        self.before_backward, self.after_backward = partial(self.switch, BACKWARD), partial(self.switch, REST)
+        self.before_step = partial(self.switch, OPTIMIZER)
         self.reset()
 
     def reset(self) -> None:
@@ -194,8 +195,6 @@ class StepClock:
         self.items = 0.0
         """Number of items over all ranks."""
         self.step_flops = self.peak_flops = 0.0
-        self.number = 0
-        """Number of the last step over all starts of the run."""
         self.windows: deque[ClosedWindow] = deque(maxlen=NUM_KEPT_WINDOWS)
         self.kept: dict[str, Tensor] = {}
         self.recovery: dict[str, float] = {}
@@ -203,13 +202,13 @@ class StepClock:
         self._seconds = [0.0] * (_BEFORE + 1)  # by phase in the open window
         self._closed = self._last_window = StepTimes()  # all closed windows, and the last one
         self._due = 0.0  # when the open window is long enough
-        self._waits = self._evaluation = 0.0  # in the open window
-        self._data_read = 0.0  # seconds of DATA until the last batch
-        self._waited = 0.0  # seconds of waiting for batches since the last step
+        self._evaluation = 0.0  # in the open window
+        self._no_wait = 0.0  # seconds of DATA in the open window that are no waits
+        self._data_read = 0.0  # seconds of DATA until the last batch that was the first of a worker
         self._num_first_batches = 0  # batches of this pass that are still the first of a worker
-        self._passes: dict[int, list[tuple[float, int]]] = {}  # time and steps when they began, by loader
-        self._after_backward = REST  # phase after the current backward pass
-        self._gradients_at = 0.0  # when it had computed all gradients, before it waits for other ranks
+        self._passes: dict[int, list[tuple[float, int, float]]] = {}
+        """Time, steps and waits when passes began, by loader."""
+        self._steps_before = 0  # of all starts of the run, besides `steps`
         self.restart_numbers()
 
     def restart_numbers(self) -> None:
@@ -222,12 +221,22 @@ class StepClock:
         self._device = None if events is None else DeviceClock(events)
 
     @property
+    def number(self) -> int:
+        """Number of the last step over all starts of the run."""
+        return self._steps_before + self.steps
+
+    @property
     def idle(self) -> float:
         """Part of the recent steps in which the device waited for the host, or 0 if that is not known."""
         return self._device.idle if self._device is not None else 0.0
 
-    def switch(self, phase: int) -> int:
-        """Begins a phase, and returns the previous one for `resume`."""
+    def switch(self, phase: int, *event: object) -> int:
+        """Begins a phase, and returns the previous one for `resume`.
+
+        Args:
+            phase: The phase.
+            *event: Arguments of the event at which it begins, which have no effect.
+        """
         if get_ident() != self.owner:
             return OTHER_THREAD
         now = perf_counter()
@@ -257,7 +266,8 @@ class StepClock:
         """Begins a pass over a loader, in which the first batch of each worker is no wait."""
         if self.switch(DATA) != OTHER_THREAD:
             self._num_first_batches = max(loader.num_workers, 1)
-        self._passes.setdefault(id(loader), []).append((self.since, self.steps))
+            self._data_read = self._seconds[DATA]
+        self._passes.setdefault(id(loader), []).append((self.since, self.steps, self._waits))
 
     def batch_read(self, samples: int) -> None:
         """Begins the forward pass of a batch of so many samples."""
@@ -266,62 +276,50 @@ class StepClock:
         self.samples += samples
         if self._device is not None:
             self._device.read()
-        data = self._seconds[DATA]
         if self._num_first_batches:
             self._num_first_batches -= 1
-        else:
-            self._waited += data - self._data_read
-        self._data_read = data
+            data = self._seconds[DATA]
+            self._no_wait += data - self._data_read
+            self._data_read = data
+
+    @property
+    def _waits(self) -> float:
+        """Seconds of waiting for batches in the open window."""
+        return self._seconds[DATA] - self._no_wait
 
     def pass_ended(self, loader: Any) -> None:
         """Ends a pass over a loader, which was an evaluation if no optimizer has stepped in it."""
         open_passes = self._passes.pop(id(loader), [])
         if not open_passes:  # it began before a reset
             return
-        began_at, steps = open_passes.pop()
+        began_at, steps, waits = open_passes.pop()
         if open_passes:
             self._passes[id(loader)] = open_passes
+        read_before = self._seconds[DATA]
         if self.switch(REST) == OTHER_THREAD:
             return
-        self._data_read = self._seconds[DATA]
+        self._no_wait += self._seconds[DATA] - read_before  # no batch was left
         if self.steps == steps:
             self._evaluation += self.since - began_at
-            self._waited = 0.0
+            self._no_wait += self._waits - waits
 
     def wait_for_ranks(self) -> int:
         """Begins a collective, which belongs to the current phase if that is data or saving."""
         phase = self.current
         return self.switch(phase if phase in _KEEPS_COLLECTIVES else COLLECTIVES)
 
-    def before_backward(self, loss: object, arguments: object) -> None:
-        """Begins a backward pass, which is inside of the step of an optimizer if a closure runs it."""
-        before = self.switch(BACKWARD)
-        if before != OTHER_THREAD:
-            self._after_backward = before if before == OPTIMIZER else REST
-            self._gradients_at = 0.0
-
     def end_gradients(self) -> None:
-        """Records that a backward pass has computed all gradients, and waits for other ranks.
+        """Ends the gradients of a backward pass, which waits for other ranks from now on.
 
         Any thread may call it, because the training thread waits in the backward pass.
         """
-        self._gradients_at = now = perf_counter()
+        if self.current != BACKWARD:
+            return
+        now = perf_counter()
+        self._seconds[BACKWARD] += now - self.since
+        self.since, self.current = now, COLLECTIVES
         if self._device is not None:
             self._device.mark(COLLECTIVES, now)
-
-    def after_backward(self) -> None:
-        """Ends a backward pass."""
-        if get_ident() != self.owner:
-            return
-        if self._gradients_at > self.since:
-            self._seconds[self.current] += self._gradients_at - self.since
-            self.since = self._gradients_at
-            self.current = COLLECTIVES
-        self.switch(self._after_backward)
-
-    def before_step(self, optimizer: object) -> None:
-        """Begins the step of an optimizer."""
-        self.switch(OPTIMIZER)
 
     def after_step(self, optimizer: Stepped, updates: int) -> None:
         """Ends the step of an optimizer.
@@ -339,12 +337,9 @@ class StepClock:
         steps = 1
         if id(optimizer) != self._leader or self._followers or not is_owner:
             steps = self._count_steps(id(optimizer), optimizer.num_updates, is_owner=is_owner)
-        if not steps:
-            return
+            if not steps:
+                return
         self.steps += steps
-        self.number += steps
-        self._waits += self._waited
-        self._waited = 0.0
         if self._device is not None:
             self._device.read()
         if self.since >= self._due:
@@ -369,7 +364,7 @@ class StepClock:
             return 0
         steps = 2 if self._leader not in (0, optimizer) else 1
         if not self._leader:
-            self.number = number - 1
+            self._steps_before = number - 1 - self.steps
         self._leader = optimizer
         self._followers.clear()
         if not is_owner:
@@ -439,7 +434,7 @@ class StepClock:
         window, is_first = now - self._closed, not self._closed.steps
         self._closed, self._last_window = now, window
         self._seconds = [0.0] * len(self._seconds)
-        self._waits = self._evaluation = self._data_read = 0.0
+        self._no_wait = self._evaluation = self._data_read = 0.0
         if self._device is not None:
             self._device.clear()
             if is_first:
