@@ -145,7 +145,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """Number of updates of the parameters, including those before a resume of the run."""
 
     last_pass: int = 0
-    """`GradientState.find_pass` in the last call of `step`, or micro-batch of a window of several."""
+    """Number of the pass that drove the loop in the last `step`, or micro-batch of a window of several."""
 
     num_skipped: int = 0
     """Number of updates that `skip_nonfinite_updates` has skipped because gradients were not finite."""
@@ -309,7 +309,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         gradients, held = self.gradient_state, self.held
         if held is None:
-            self.last_pass = gradients.find_pass(self._driver)
+            number = gradients.only_pass
+            self.last_pass = gradients.find_pass(self._driver) if number is None else number
         if not gradients.sync_gradients:
             return self._accumulate(closure)
         if closure is not None:
@@ -341,7 +342,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def record_pass(self) -> None:
         """Sets `last_pass` in a micro-batch."""
-        self.last_pass = self.gradient_state.find_pass(self._driver)
+        number = self.gradient_state.only_pass
+        self.last_pass = self.gradient_state.find_pass(self._driver) if number is None else number
 
     def _accumulate(self, closure: Callable[[], Any] | None) -> Any:
         """Keeps the gradients of a micro-batch without synchronization for the next ones."""

@@ -20,8 +20,9 @@ TOLERANCE = 0.1
 ROUNDING = 1e-6
 """Largest relative difference of two learning rates that are regarded as equal."""
 
-_num_updates, _last_pass = attrgetter("num_updates"), attrgetter("last_pass")
-_was_skipped = attrgetter("step_was_skipped")  # `map` with it runs no bytecode for each optimizer
+# `map` with an attrgetter runs no bytecode for each optimizer.
+_progress = attrgetter("num_updates", "last_pass", "step_was_skipped")
+_NO_OPTIMIZERS: list[tuple[Any, ...]] = [(), (), ()]
 
 StepPolicy = Literal["per_update"] | bool
 """Policy of steps.
@@ -127,8 +128,8 @@ class AcceleratedScheduler:
         self.gradient_state = GradientState()
         self.num_processes: int = AcceleratorState().num_processes
         self.total_steps: int | None = getattr(scheduler, "total_steps", None)
-        self.updates_at_call: list[int] = []
-        self._passes_at_call: list[int] = []
+        self.updates_at_call: Sequence[int] = ()
+        self._passes_at_call: Sequence[int] = ()
         self.record_call()
         self._end_warning = _ScheduleEndWarning()
 
@@ -149,17 +150,16 @@ class AcceleratedScheduler:
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
-        optimizers = self.optimizers
-        updates, passes = list(map(_num_updates, optimizers)), list(map(_last_pass, optimizers))
-        skipped = list(map(_was_skipped, optimizers))
-        is_by_epoch = False
-        if passes != self._passes_at_call or sum(updates) > sum(self.updates_at_call) + 1 or any(skipped):
+        updates, passes, skipped = list(zip(*map(_progress, self.optimizers), strict=False)) or _NO_OPTIMIZERS
+        is_by_epoch, is_due = False, self.gradient_state.sync_gradients
+        if passes != self._passes_at_call or sum(updates) > sum(self.updates_at_call) + 1 or True in skipped:
             is_by_epoch = self._is_by_epoch(skipped)
+            is_due = is_by_epoch or (is_due and True not in skipped)
         self.updates_at_call, self._passes_at_call = updates, passes
         if (args or kwargs) and any(value is not None for value in (*args, *kwargs.values())):
             self.scheduler.step(*args, **kwargs)
             return
-        if not is_by_epoch and (not self.gradient_state.sync_gradients or any(skipped)):
+        if not is_due:
             return
         steps = 1 if is_by_epoch else self.steps_per_update
         if steps > 1:
@@ -175,11 +175,8 @@ class AcceleratedScheduler:
         Args:
             updates: The numbers in a checkpoint. By default they are those of this moment.
         """
-        if updates:
-            self.updates_at_call = list(updates)
-        else:
-            self.updates_at_call = list(map(_num_updates, self.optimizers))
-        self._passes_at_call = list(map(_last_pass, self.optimizers))
+        self.updates_at_call = updates or [optimizer.num_updates for optimizer in self.optimizers]
+        self._passes_at_call = tuple(optimizer.last_pass for optimizer in self.optimizers)
 
     def _is_by_epoch(self, skipped: Sequence[bool]) -> bool:
         """Returns whether the optimizers have stepped more than once since the last call, or in a whole pass.

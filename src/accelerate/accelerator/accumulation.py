@@ -105,7 +105,7 @@ class Accumulation:
         """True if an optimizer holds gradients of a window that has not ended with a step."""
         return any(o.held is not None for o in self.prepared.optimizers)
 
-    def accumulate(self, models: Sequence[nn.Module], num_items: Any = None) -> AbstractContextManager[Any]:
+    def accumulate(self, models: tuple[nn.Module, ...], num_items: Any = None) -> AbstractContextManager[Any]:
         """Begins a micro-batch, and returns its context manager.
 
         Args:
@@ -116,30 +116,38 @@ class Accumulation:
             self.groups.check_use("num_items", num_items)
         if self.is_driven:
             return sync_context(self, self.gradients.sync_gradients, models)
-        key = tuple(models) if len(models) < 2 else frozenset(models)
+        key = models if len(models) < 2 else frozenset(models)
         current = self._sets.get(key)
         if current is None:
             current = self._sets[key] = MicroBatches(self._step, self._step % self.gradients.num_steps)
         self.current = current
         if num_items is not None or current.items is not None or self.weighting is not None:
             self._check_items(current, num_items)
-        if num_items is not None:
-            return self._accumulate_items(current, models, num_items)
-        self.weighting = None
-        is_last = self.advance(models)
-        return _SYNCHRONIZED if is_last else sync_context(self, is_last, models)
+            if num_items is not None:
+                return self._accumulate_items(current, models, num_items)
+            self.weighting = None
+        return _SYNCHRONIZED if self.advance(current, models) else sync_context(self, False, models)
 
-    def advance(self, models: Sequence[nn.Module]) -> bool:
-        """Begins a micro-batch of the current models, and returns whether it synchronizes gradients."""
-        gradients, current = self.gradients, self.current
-        assert current is not None
-        options = gradients.plugin_kwargs
-        ends_pass = current.driver.begin_micro_batch(gradients.open_loaders())
+    def advance(self, current: MicroBatches, models: Sequence[nn.Module]) -> bool:
+        """Begins a micro-batch of models, and returns whether it synchronizes gradients.
+
+        Args:
+            current: Position of the models.
+            models: The models.
+        """
+        gradients = self.gradients
+        options, loaders = gradients.plugin_kwargs, gradients.only_pass != 0 and gradients.open_loaders()
+        ends_pass = current.driver.begin_micro_batch(loaders or ())
         part = self.step_part() if "global_batch_size" in options else None
         is_first = current.position == 0
         if is_first:
             current.num_steps = options.get("num_steps", 1)
-        if current.driver.is_uncertain and gradients.sync_with_dataloader and current.num_steps > 1:
+        if (
+            loaders
+            and current.driver.is_uncertain
+            and gradients.sync_with_dataloader
+            and current.num_steps > 1
+        ):
             _warn_of_uncertain()
         current.position += 1
         if part is not None:
@@ -260,7 +268,7 @@ class Accumulation:
             )
         if current.position == 0:
             current.items.begin()
-        self.advance(models)
+        self.advance(current, models)
         current.items.add(0.0 if self.is_filler else items, models or self.prepared.models)
         self.weighting = current.items
         context = sync_context(self, self.gradients.sync_gradients, models)

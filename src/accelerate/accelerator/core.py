@@ -388,12 +388,16 @@ class Accelerator(ProcessControl):
         """
         if isinstance(optimizer, AcceleratedOptimizer):
             self._remember(self._optimizers, optimizer)
+            if optimizer.steps_in_backward:
+                self._remember(self._runtime.prepared.stepping_in_backward, optimizer)
             return optimizer
         moves = self.device_placement if device_placement is None else device_placement
         prepared = self._runtime.strategy.wrap_optimizer(optimizer, to_device=moves)
         strategies.divide_steps(self._runtime.strategy, prepared, whole_matrices)
         self._runtime.groups.prepare_optimizer(prepared)
         self._optimizers.append(prepared)
+        if prepared.steps_in_backward:
+            self._runtime.prepared.stepping_in_backward.append(prepared)
         self._runtime.strategy.precision.set_optimizers(self._optimizers)
         self._runtime.session.assign_optimizers()
         return prepared  # type: ignore[return-value]  # it forwards the attributes of `optimizer`
@@ -496,7 +500,7 @@ class Accelerator(ProcessControl):
     @property
     def has_lomo_optimizer(self) -> bool:
         """True if a prepared optimizer updates parameters in the backward pass."""
-        return any(optimizer.steps_in_backward for optimizer in self._runtime.prepared.optimizers)
+        return bool(self._runtime.prepared.stepping_in_backward)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -586,10 +590,9 @@ class Accelerator(ProcessControl):
             accumulation.begin_backward()
         if not kwargs or kwargs.pop("scale_wrt_gas", None) is not False:
             loss = accumulation.scale(loss)
-        for optimizer in self._optimizers:
-            if optimizer.steps_in_backward:
-                self._step_in_backward(loss, learning_rate, kwargs)
-                return
+        if runtime.prepared.stepping_in_backward:
+            self._step_in_backward(loss, learning_rate, kwargs)
+            return
         for observe in observers.before_backward:
             observe(loss, kwargs)
         runtime.strategy.backward(loss, **kwargs)

@@ -48,7 +48,8 @@ class DrivingLoader:
             loaders: The loaders that are being read, the outermost first.
         """
         if not loaders:
-            self._reference, self._others, self.is_uncertain = None, set(), False
+            if self._reference is not None:
+                self._reference, self._others, self.is_uncertain = None, set(), False
             return False
         loader = self._find(loaders)
         self._reference = None if loader is None else weakref.ref(loader)

@@ -40,12 +40,15 @@ class GradientState(SharedState):
     Attributes:
         sync_gradients: Whether gradients are synchronized in this pass and the optimizer steps after it.
         plugin_kwargs: Fields of the plugin that differ from their defaults. May be changed.
+        only_pass: Number of the pass over the only loader that is being read, 0 if none is, and None if
+            several are.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = SharedDict()
 
     sync_gradients: bool
     plugin_kwargs: dict[str, Any]
+    only_pass: int | None
     _dataloader_references_ref: list[PassReference | None]
     _num_passes: int
     _driving: weakref.ref[Any] | None
@@ -56,6 +59,7 @@ class GradientState(SharedState):
         if not self.initialized:
             self.__dict__.update(
                 sync_gradients=True,
+                only_pass=0,
                 _dataloader_references_ref=[None],
                 _num_passes=0,
                 _driving=None,
@@ -101,21 +105,18 @@ class GradientState(SharedState):
         self._driving = None if loader is None else weakref.ref(loader)
 
     def find_pass(self, driver: DrivingLoader) -> int:
-        """Returns the number of the pass that drives the loop, or 0 if no loader is being read.
+        """Returns the number of the pass that drives the loop, if several loaders are being read.
 
         Args:
-            driver: It finds the loader if several are being read, and `follow` has not set it.
+            driver: It finds the loader if `follow` has not set it.
         """
+        loaders, known = self.open_loaders(), self._driving and self._driving()
+        if known is None or not any(loader is known for loader in loaders):
+            driver.begin_micro_batch(loaders)
+            known = driver.loader
         references = self._dataloader_references_ref
-        if len(references) > 2:
-            loaders, known = self.open_loaders(), self._driving and self._driving()
-            if known is None or not any(loader is known for loader in loaders):
-                driver.begin_micro_batch(loaders)
-                known = driver.loader
-            others = [found for found in references if found is not None and found() is known]
-            return others[-1].number if others else 0
-        reference = references[-1]
-        return 0 if reference is None else reference.number
+        others = [found for found in references if found is not None and found() is known]
+        return others[-1].number if others else 0
 
     def is_behind(self, number: int) -> bool:
         """Returns whether the pass of this number has ended, and no other pass has begun since then."""
@@ -151,14 +152,14 @@ class GradientState(SharedState):
     @dataloader_references.setter
     def dataloader_references(self, references: Iterable[Any]) -> None:
         self._dataloader_references_ref = [None]
+        self._count_passes()
         for loader in references:
             if loader is not None:
                 self._add_dataloader(loader)
 
     def open_loaders(self) -> list[Any]:
         """Returns the loaders that are being read, the outermost first."""
-        references = self._dataloader_references_ref
-        return self.dataloader_references[1:] if len(references) > 1 else []
+        return [] if self.only_pass == 0 else self.dataloader_references[1:]
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Sets whether gradients are synchronized in this pass.
@@ -171,18 +172,31 @@ class GradientState(SharedState):
     def _add_dataloader(self, dataloader: Any) -> None:
         """Registers a loader, which is active until it is removed or garbage collected."""
         references = self._dataloader_references_ref
-        reference = PassReference(dataloader, lambda dead: _discard(references, dead))
+        reference = PassReference(dataloader, lambda dead: self._discard(references, dead))
         self._num_passes = reference.number = self._num_passes + 1
         reference.outer = frozenset(outer.number for outer in references if outer is not None)
         references.append(reference)
+        self._count_passes()
 
     def _remove_dataloader(self, dataloader: Any) -> None:
         """Removes a loader that is no longer read, if it is registered."""
         references = self._dataloader_references_ref
         for reference in reversed(references):
             if reference is not None and reference() is dataloader:
-                _discard(references, reference)
+                self._discard(references, reference)
                 return
+
+    def _discard(self, references: list[PassReference | None], removed: Any) -> None:
+        # Compared by identity, because two live references are equal if their loaders are.
+        references[:] = [reference for reference in references if reference is not removed]
+        if self.initialized:  # a loader may be deleted after the state was reset
+            self._count_passes()
+
+    def _count_passes(self) -> None:
+        """Sets `only_pass`."""
+        _, *passes = self._dataloader_references_ref
+        numbers = [0, *(each.number for each in passes if each is not None)]
+        self.only_pass = numbers[-1] if len(numbers) < 3 else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GradientState, ()
@@ -197,8 +211,3 @@ class GradientState(SharedState):
             f"GradientState(sync_gradients={self.sync_gradients}, remainder={self.remainder}, "
             f"end_of_dataloader={self.end_of_dataloader}, plugin_kwargs={self.plugin_kwargs})"
         )
-
-
-def _discard(references: list[PassReference | None], removed: Any) -> None:
-    # Compared by identity, because two live references are equal if their loaders are.
-    references[:] = [reference for reference in references if reference is not removed]

@@ -267,7 +267,7 @@ class Strategy:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Computes the gradients of a loss, which is scaled for gradient accumulation already."""
         self.precision.backward(loss, **kwargs)
-        if self.context.gradients.sync_gradients:
+        if self.layers and self.context.gradients.sync_gradients:
             for layer in self.layers:
                 layer.backward_done()
 

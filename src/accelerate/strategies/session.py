@@ -26,6 +26,7 @@ class Prepared:
 
     models: list[nn.Module] = field(default_factory=list)
     optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
+    stepping_in_backward: list[AcceleratedOptimizer] = field(default_factory=list)
     schedulers: list[Any] = field(default_factory=list)
     loaders: list[DataLoader[Any]] = field(default_factory=list)
     custom: list[Any] = field(default_factory=list)
