@@ -33,12 +33,14 @@ class Position(NamedTuple):
     workers_epoch: int | None = None  # in which persistent workers had started before the pass
 
     def after_batch(
-        self, consumed: int, is_last: bool, ends_step: bool = True, read_states: Any = None
+        self, consumed: int, is_last: bool, read_states: Any = None, ends_step: bool = True
     ) -> Position:
         """Returns the position after the next batch, which takes `consumed` batches of the dataset."""
-        epoch, seen, before, _, _, stream, used, start_states, _, workers_epoch = self
-        of_pass = stream, used, start_states, read_states, workers_epoch
-        return Position(epoch, seen + 1, before + consumed, is_last, ends_step, *of_pass)
+        epoch, seen, before, _, _, stream, used, start, _, workers = self
+        before += consumed
+        return Position(
+            epoch, seen + 1, before, is_last, ends_step, stream, used, start, read_states, workers
+        )
 
 
 @dataclass(frozen=True)

@@ -91,36 +91,37 @@ def yield_batches(
     parts = padding_record if isinstance(padding_record, StepRecord) else None
     full: int | None = None
     move: Callable[[Any], Any] | None = None
-    observers, counts = run_observers(), None
-    is_first = True
+    observers, is_first = run_observers(), True
     for observe in observers.pass_begun:
         observe(loader)
     try:
         for batch in batches:
             rows, is_last = ignorant_find_batch_size(batch), mark.is_last
-            if padding_record:
-                counts = in_samples(padding_record.get(number), loader, batch)
+            loader.batch_rows = rows
             if is_unsharded and rows is not None:
                 if full is None:
                     full = full_rows(loader.nominal_rows, rows, is_only=is_last)
-                counts = (rows,) if rows < full else None
+                loader.valid_counts = (rows,) if rows < full else None
+            elif padding_record:
+                loader.valid_counts = in_samples(padding_record.get(number), loader, batch)
             if is_first:
-                if not is_last and counts is None and loader.has_fixed_batches:
+                is_first = False
+                if loader.full_rows is None:
+                    loader.full_rows = rows
+                if not is_last and loader.valid_counts is None and loader.has_fixed_batches:
                     loader.rows_per_sample = rows_per_sample(rows, loader.nominal_rows)
                 move = None if choose is None else choose(batch)
-                is_first = False
-            loader.valid_counts = counts
-            loader.batch_rows = rows
-            if loader.full_rows is None:
-                loader.full_rows = rows
             if is_last:
                 loader.end_of_dataloader = True
                 loader.remainder = last_remainder(loader)
-            consumed, ends_step = batches_per_step, True
-            if parts is not None:
+            if parts is None:
+                position = tracker.position.after_batch(batches_per_step, is_last, tracker.read_states)
+            else:
                 part = loader.step_part = parts.part(number, loader.plan.group)
-                consumed, ends_step = part.batches, part.is_last
-            tracker.position = tracker.position.after_batch(consumed, is_last, ends_step, tracker.read_states)
+                position = tracker.position.after_batch(
+                    part.batches, is_last, tracker.read_states, part.is_last
+                )
+            tracker.position = position
             if move is not None:
                 batch = move(batch)
             for observe in observers.batch_read:
