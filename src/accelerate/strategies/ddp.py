@@ -20,10 +20,10 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn import parallel
 
 from accelerate import torch_private
-from accelerate.base import DDPCommunicationHookType, listed, wrong_value
+from accelerate.base import DDPCommunicationHookType, StateError, listed, wrong_value
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.planning import Layout
@@ -43,7 +43,6 @@ from accelerate.strategies.dtensors import (
     gradient_sync,
     sparse_weights,
 )
-from accelerate.strategies.explained_ddp import DistributedDataParallel as ExplainedReplica
 from accelerate.strategies.layer import divided
 from accelerate.strategies.replicas import ALL_RANKS, ReplicaCheck, watch_replicas
 from accelerate.strategies.request import Context
@@ -55,11 +54,11 @@ _ORDERS = ("rebuilt_per_bucket_param_indices", "prev_iteration_grad_ready_order_
 """Names of the statistics of torch that have the order of this pass, and of the next one."""
 
 
-class _AdoptedOrders(WeakKeyDictionary[DistributedDataParallel, list[int]]):
+class _AdoptedOrders(WeakKeyDictionary[parallel.DistributedDataParallel, list[int]]):
     """Orders that replicas of this process have adopted."""
 
 
-def order_of(replica: DistributedDataParallel) -> list[int]:
+def order_of(replica: parallel.DistributedDataParallel) -> list[int]:
     """Returns the indices of trained parameters in the order of their buckets in the next backward pass.
 
     The list is empty before the first backward pass, and if buckets are not rebuilt.
@@ -75,7 +74,7 @@ def order_of(replica: DistributedDataParallel) -> list[int]:
     return services.of_process(_AdoptedOrders).get(replica, [])
 
 
-def adopt_order(replica: DistributedDataParallel, order: Sequence[int]) -> None:
+def adopt_order(replica: parallel.DistributedDataParallel, order: Sequence[int]) -> None:
     """Makes the next backward pass use buckets in an order that `order_of` returned.
 
     Called on all ranks. It runs a backward pass with zeros in that order, from which DistributedDataParallel
@@ -102,21 +101,21 @@ def adopt_order(replica: DistributedDataParallel, order: Sequence[int]) -> None:
     services.of_process(_AdoptedOrders)[replica] = list(order)
 
 
-def _rebuilds_buckets(replica: DistributedDataParallel) -> bool:
+def _rebuilds_buckets(replica: parallel.DistributedDataParallel) -> bool:
     """Returns whether buckets are rebuilt after the first pass, with dense gradients and without hooks."""
     has_sparse = any(getattr(module, "sparse", False) for module in replica.module.modules())
     fixed = replica.find_unused_parameters or replica.static_graph
     return not (fixed or has_sparse or torch_private.comm_hooks(replica))
 
 
-def _replica(model: nn.Module) -> DistributedDataParallel | None:
+def _replica(model: nn.Module) -> parallel.DistributedDataParallel | None:
     """Returns the DistributedDataParallel in a model, also in a compiled one, or None."""
     inner = torch_private.uncompiled(model)
-    return inner if isinstance(inner, DistributedDataParallel) else None
+    return inner if isinstance(inner, parallel.DistributedDataParallel) else None
 
 
 @contextmanager
-def _synced_backward(replica: DistributedDataParallel) -> Iterator[None]:
+def _synced_backward(replica: parallel.DistributedDataParallel) -> Iterator[None]:
     kept = replica.require_backward_grad_sync, replica.require_forward_param_sync
     replica.require_backward_grad_sync = True
     replica.require_forward_param_sync = True
@@ -175,7 +174,7 @@ class LateReduction:
         replica: A new replica.
     """
 
-    def __init__(self, replica: DistributedDataParallel) -> None:
+    def __init__(self, replica: parallel.DistributedDataParallel) -> None:
         ignored = replica.parameters_to_ignore
         own = [p for name, p in replica.module.named_parameters() if name not in ignored]
         self.replica = replica
@@ -225,6 +224,46 @@ class LateReduction:
         if late:
             sparse = sparse_weights(self.replica.module)
             Replicas(late, sparse, None, has_batches=True, bucket_bytes=_BUCKET_BYTES).average()
+
+
+class DistributedDataParallel(parallel.DistributedDataParallel):
+    """Replica of a model, as torch's DistributedDataParallel, with errors that name the fix.
+
+    It has the name of torch's class, which users see in printed models.
+    """
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the forward of the model.
+
+        Raises:
+            StateError: Parameters had no gradient in the backward pass before.
+        """
+        try:
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "Expected to have finished reduction" not in str(error):
+                raise
+            raise StateError(
+                "Parameters had no gradient in the backward pass before, and gradients were not averaged: "
+                f"parameters of {type(self.module).__name__} took no part in the loss, or were frozen after "
+                "`prepare`. Pass kwargs_handlers=[DistributedDataParallelKwargs("
+                "find_unused_parameters=True)] to Accelerator, or freeze parameters before `prepare`."
+            ) from error
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = self.__dict__.get("_modules", {}).get("module")
+            if not hasattr(model, name):
+                raise
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}, which the prepared "
+                f"{type(model).__name__} has. Use accelerator.unwrap_model(model).{name}. To train with a "
+                "method, call it in `forward`: only gradients of `forward` are averaged over the ranks.",
+                name=name,
+                obj=self,
+            ) from None
 
 
 class DataParallelCheck(ReplicaCheck):
@@ -302,7 +341,7 @@ class DataParallel(Strategy):
         handler = self.context.request.ddp or DistributedDataParallelKwargs()
         index = self.context.device.index
         devices = {} if index is None else {"device_ids": [index], "output_device": index}
-        replica = ExplainedReplica(model, **devices, **handler.to_kwargs())
+        replica = DistributedDataParallel(model, **devices, **handler.to_kwargs())
         handler.register_comm_hook(replica)
         self.reductions.append(LateReduction(replica))
         return self.compile(replica)
@@ -361,7 +400,7 @@ class DataParallel(Strategy):
             )
         return nullcontext()
 
-    def _prepared_replica(self, model: nn.Module) -> DistributedDataParallel | None:
+    def _prepared_replica(self, model: nn.Module) -> parallel.DistributedDataParallel | None:
         """Returns the replica in a model, or the prepared replica around it, or None."""
         replicas = filter(None, map(_replica, self.session.prepared.models))
         return _replica(model) or next((replica for replica in replicas if replica.module is model), None)
