@@ -266,7 +266,6 @@ class Accelerator(ProcessControl):
             reason = "none of the objects is an optimizer that is not prepared yet"
             raise wrong_value("whole_matrices", whole_matrices, reason, "Pass it with the optimizer")
         strategy.check(bundle)
-        strategies.warn_of_held_loaders(strategy, bundle.of(kind.OTHER))
         if any(layer.splits_buffers for layer in strategy.layers):
             self._prepare_cp(*bundle.objects)
         with strategy.preparing(bundle):

@@ -1,14 +1,13 @@
 from accelerate.strategies.axes import list_experts as list_experts, trace_share as trace_share
 from accelerate.strategies.base import (
     Strategy as Strategy,
+    as_list as as_list,
     keep_file as keep_file,
     refuse_split_model as refuse_split_model,
-    warn_of_held_loaders as warn_of_held_loaders,
 )
 from accelerate.strategies.bundle import (
     Bundle as Bundle,
     Kind as Kind,
-    as_list as as_list,
     is_prepared as is_prepared,
     kind_of as kind_of,
     mark_prepared as mark_prepared,

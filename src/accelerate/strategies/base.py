@@ -30,11 +30,11 @@ from accelerate.precision import RECIPES, Precision, PrecisionRequest, resolve_p
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import Topology
 from accelerate.strategies.batches import arguments_of, loss_of
-from accelerate.strategies.bundle import Bundle, Kind, as_list, parameter_ids, placeholder_kind
+from accelerate.strategies.bundle import Bundle, Kind, placeholder_kind
 from accelerate.strategies.dtensors import clip_values, gradient_norm, groups_of, is_sharded, scale_down
 from accelerate.strategies.layer import Layer, entered
-from accelerate.strategies.mistakes import find_held_loaders, find_unrelated_optimizers, find_unstepped_models
-from accelerate.strategies.request import Context, RunRequest
+from accelerate.strategies.mistakes import warn_of_held_loaders, warn_of_mistakes
+from accelerate.strategies.request import Context
 from accelerate.strategies.state import StrategyState
 from accelerate.weights import move_module
 from accelerate.wrappers import extract_model_from_parallel
@@ -132,7 +132,14 @@ class Strategy:
                 layer.check_model(model)
         for optimizer in new_optimizers:
             self.check_optimizer(optimizer)
-        warn_of_mistakes(self, bundle)
+        prepared, topology = self.session.prepared, self.context.topology
+        warn_of_mistakes(bundle, prepared.models, prepared.optimizers, is_alone=topology.size == 1)
+        if others := bundle.of(Kind.OTHER):
+            warn_of_held_loaders(
+                others,
+                already_sharded=bool(self.context.request.dataloader_config.already_sharded),
+                num_groups=data_groups(self.loader_mesh, topology.size, topology.rank)[0],
+            )
 
     def check_model(self, model: nn.Module) -> None:
         """Raises an error for a model that this strategy cannot train."""
@@ -350,6 +357,11 @@ class Strategy:
             layer.release()
 
 
+def as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Returns one parameter or an iterable of parameters as a list."""
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
 def _add_none(strategy: Strategy, obj: Any) -> None:
     """Adds no layer to a strategy that is not composed."""
 
@@ -387,30 +399,6 @@ def refuse_placeholders(bundle: Bundle) -> None:
             f"{builder} builds from its configuration, and this run does not use {builder}. Pass "
             f"{plugin} to Accelerator, or prepare an optimizer and a scheduler of torch."
         )
-
-
-def warn_of_mistakes(strategy: Strategy, bundle: Bundle) -> None:
-    """Logs a warning for each new optimizer and model that do not belong together."""
-    new_models, new_optimizers = bundle.new(Kind.MODEL), bundle.new(Kind.OPTIMIZER)
-    if not new_optimizers:
-        return
-    prepared = strategy.session.prepared
-    optimizers, models = [*prepared.optimizers, *bundle.optimizers], [*prepared.models, *bundle.models]
-    for message in find_unstepped_models(new_models, optimizers):
-        logger.warning(message)
-    stepped = parameter_ids(optimizers) if strategy.context.topology.size == 1 else None
-    for message in find_unrelated_optimizers(new_optimizers, models, stepped) if models else []:
-        logger.warning(message)
-
-
-def warn_of_held_loaders(strategy: Strategy, objects: Sequence[Any]) -> None:
-    """Logs a warning if objects that are not prepared have loaders, and several ranks read them."""
-    if not objects or strategy.context.request.dataloader_config.already_sharded:
-        return
-    topology = strategy.context.topology
-    if data_groups(strategy.loader_mesh, topology.size, topology.rank)[0] > 1:
-        for message in find_held_loaders(objects):
-            logger.warning(message)
 
 
 def payloads_of_engine(names: Iterable[str], topology: Topology) -> list[Payload]:
@@ -464,22 +452,6 @@ def refuse_join() -> NoReturn:
     raise ConfigurationError(
         "join_uneven_inputs does not work with FSDP or tensor parallelism: a rank without batches does not "
         "take part in the all-gathers of the others. Leave even_batches on, or use windows()."
-    )
-
-
-def require_plugin(model: nn.Module, request: RunRequest) -> None:
-    """Raises an error for a trained model that no plugin shards over the dimension "dp_shard" of the mesh."""
-    mesh = request.parallelism
-    if mesh is None or request.fsdp is not None or not mesh.dp_shard_enabled:
-        return
-    if is_sharded(model) or not any(p.requires_grad for p in model.parameters()):
-        return
-    fix = "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)"
-    raise wrong_value(
-        "dp_shard_size",
-        mesh.dp_shard_size,
-        f"no plugin configures how the parameters of {type(model).__name__} are sharded",
-        f"{fix}, launch with --use_fsdp --fsdp_version 2, or shard the model before `prepare`",
     )
 
 

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -121,11 +121,6 @@ class Bundle:
     def result(self) -> Any:
         """Returns the objects as a tuple, or the object itself if there is one."""
         return self.objects[0] if len(self.objects) == 1 else tuple(self.objects)
-
-
-def as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Returns one parameter or an iterable of parameters as a list."""
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
 def parameter_ids(optimizers: Iterable[Any]) -> set[int]:

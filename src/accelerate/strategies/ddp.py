@@ -35,7 +35,6 @@ from accelerate.strategies.base import (
     refuse_join,
     refuse_sharded_model,
     refuse_split_model,
-    require_plugin,
 )
 from accelerate.strategies.bundle import Kind, kind_of
 from accelerate.strategies.dtensors import (
@@ -45,7 +44,7 @@ from accelerate.strategies.dtensors import (
 )
 from accelerate.strategies.layer import divided
 from accelerate.strategies.replicas import ALL_RANKS, ReplicaCheck, watch_replicas
-from accelerate.strategies.request import Context
+from accelerate.strategies.request import Context, require_plugin
 from accelerate.strategies.state import StrategyState
 
 logger = get_logger(__name__)

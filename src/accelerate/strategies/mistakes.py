@@ -16,11 +16,42 @@ from torch.utils.data import DataLoader
 from accelerate import torch_private
 from accelerate.base import listed
 from accelerate.data_loader import has_own_shard
-from accelerate.strategies.bundle import is_prepared, parameter_ids
+from accelerate.logging import get_logger
+from accelerate.strategies.bundle import Bundle, Kind, is_prepared, parameter_ids
+
+logger = get_logger(__name__)
 
 _PACKAGE = __name__.partition(".")[0]
 _MOST_OBJECTS = 1000
 """Number of objects in an argument of `prepare` among which loaders are searched."""
+
+
+def warn_of_mistakes(
+    bundle: Bundle, models: Sequence[nn.Module], optimizers: Sequence[Any], *, is_alone: bool
+) -> None:
+    """Logs a warning for each new optimizer and model that do not belong together.
+
+    Args:
+        bundle: Objects of a call of `prepare`.
+        models: Models that were prepared before.
+        optimizers: Optimizers that were prepared before.
+        is_alone: Whether the run has one process.
+    """
+    new_models, new_optimizers = bundle.new(Kind.MODEL), bundle.new(Kind.OPTIMIZER)
+    if not new_optimizers:
+        return
+    optimizers, models = [*optimizers, *bundle.optimizers], [*models, *bundle.models]
+    for message in find_unstepped_models(new_models, optimizers):
+        logger.warning(message)
+    stepped = parameter_ids(optimizers) if is_alone else None
+    for message in find_unrelated_optimizers(new_optimizers, models, stepped) if models else []:
+        logger.warning(message)
+
+
+def warn_of_held_loaders(objects: Sequence[Any], *, already_sharded: bool, num_groups: int) -> None:
+    """Logs a warning if objects that are not prepared have loaders, and several ranks read them."""
+    for message in [] if already_sharded or num_groups == 1 else find_held_loaders(objects):
+        logger.warning(message)
 
 
 def find_unstepped_models(models: Iterable[nn.Module], optimizers: Sequence[Any]) -> list[str]:

@@ -10,12 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from accelerate import plugins
-from accelerate.base import PrecisionName, PrecisionType, RNGName, RNGType
+from accelerate.base import PrecisionName, PrecisionType, RNGName, RNGType, wrong_value
 from accelerate.devices import DeviceBackend
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.scheduler import StepPolicy
 from accelerate.state import GradientState, Topology
+from accelerate.strategies.dtensors import is_sharded
 from accelerate.strategies.session import PrepareSession
 
 
@@ -75,3 +78,19 @@ class Context:
     # Returns the module `accelerate.accelerator`, in which clients replace functions.
     functions: Callable[[], Any]
     mesh: Any = None
+
+
+def require_plugin(model: nn.Module, request: RunRequest) -> None:
+    """Raises an error for a trained model that no plugin shards over the dimension "dp_shard" of the mesh."""
+    mesh = request.parallelism
+    if mesh is None or request.fsdp is not None or not mesh.dp_shard_enabled:
+        return
+    if is_sharded(model) or not any(p.requires_grad for p in model.parameters()):
+        return
+    fix = "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)"
+    raise wrong_value(
+        "dp_shard_size",
+        mesh.dp_shard_size,
+        f"no plugin configures how the parameters of {type(model).__name__} are sharded",
+        f"{fix}, launch with --use_fsdp --fsdp_version 2, or shard the model before `prepare`",
+    )

@@ -29,8 +29,7 @@ from accelerate.nested import iterate_tensors
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.plugins import version_of
 from accelerate.state import GradientState, PartialState
-from accelerate.strategies.base import Parameters, Strategy, keep_none, refuse_split_model
-from accelerate.strategies.bundle import as_list
+from accelerate.strategies.base import Parameters, Strategy, as_list, keep_none, refuse_split_model
 from accelerate.strategies.request import Context, RunRequest
 from accelerate.strategies.state import StrategyState
 from accelerate.weights import addressable

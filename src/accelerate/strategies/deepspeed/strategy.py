@@ -25,8 +25,15 @@ from accelerate.plugins import restore_auto
 from accelerate.precision import Precision
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import AcceleratorState
-from accelerate.strategies.base import Parameters, Strategy, keep_none, precision_of, refuse_split_model
-from accelerate.strategies.bundle import Bundle, Kind, as_list, is_prepared
+from accelerate.strategies.base import (
+    Parameters,
+    Strategy,
+    as_list,
+    keep_none,
+    precision_of,
+    refuse_split_model,
+)
+from accelerate.strategies.bundle import Bundle, Kind, is_prepared
 from accelerate.strategies.deepspeed import building
 from accelerate.strategies.deepspeed.building import (
     MICRO,

@@ -39,7 +39,6 @@ from accelerate.strategies.base import (
     refuse_join,
     refuse_sharded_model,
     refuse_split_model,
-    require_plugin,
 )
 from accelerate.strategies.dtensor_state import DistributedTensorState
 from accelerate.strategies.dtensors import (
@@ -53,7 +52,7 @@ from accelerate.strategies.dtensors import (
 from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype
 from accelerate.strategies.layer import divided
 from accelerate.strategies.replicas import ALL_RANKS, ReplicaCheck, watch_replicas
-from accelerate.strategies.request import Context
+from accelerate.strategies.request import Context, require_plugin
 from accelerate.strategies.state import StrategyState
 from accelerate.strategies.views import shard_unit
 from accelerate.weights import move_module
