@@ -16,6 +16,10 @@ def precision(request: pytest.FixtureRequest) -> Precision:
     return resolve_precision(PrecisionRequest(request.param, CPU))
 
 
+def scaled(precision: Precision, loss: torch.Tensor) -> torch.Tensor:
+    return loss if precision.scale_loss is None else precision.scale_loss(loss)
+
+
 def test_convert_returns_the_module_it_was_given(precision: Precision) -> None:
     model = torch.nn.Linear(2, 2)
     assert precision.convert(model) is model
@@ -27,18 +31,18 @@ def test_unscale_divides_gradients_by_the_scale(precision: Precision) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     inner = torch.optim.SGD([weight], lr=1.0)
     optimizer = SimpleNamespace(optimizer=inner, scaler=precision.scaler, gradients_unscaled=False)
-    precision.backward((weight * 2).sum())
+    scaled(precision, (weight * 2).sum()).backward()
     precision.unscale([optimizer])
     precision.unscale([optimizer])
     assert weight.grad is not None
     assert weight.grad.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_backward_passes_its_arguments_on(precision: Precision) -> None:
+def test_gradients_of_a_scaled_loss_have_its_scale(precision: Precision) -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     loss = (weight * 2).sum()
-    precision.backward(loss, retain_graph=True)
-    precision.backward(loss)
+    scaled(precision, loss).backward(retain_graph=True)
+    scaled(precision, loss).backward()
     assert weight.grad is not None
     assert weight.grad.item() / precision.gradient_scale() == 4.0
 

@@ -33,7 +33,7 @@ class Precision:
     """Full precision, and the interface of mixed precision.
 
     A strategy calls these methods on all ranks in this order: `initialize` for each `prepare` call, `convert`
-    once for each prepared model, `autocast` if the user enters the context, `backward` for each loss, and
+    once for each prepared model, `autocast` if the user enters the context, `scale_loss` for each loss, and
     `unscale` before gradients are read or clipped.
 
     Args:
@@ -45,6 +45,8 @@ class Precision:
     """Library whose layers compute in FP8."""
     recipe: Any = None
     """Recipe of that library."""
+    scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Returns a loss times the scale of the gradients. None leaves losses as they are."""
 
     def __init__(self, name: str = "no") -> None:
         self.name = name
@@ -58,15 +60,6 @@ class Precision:
     ) -> AbstractContextManager[Any]:
         """Returns the autocast context, which has no effect unless it is enabled."""
         return nullcontext()
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Computes the gradients of a loss.
-
-        Args:
-            loss: 0-d tensor, divided by the number of accumulation steps already.
-            **kwargs: Arguments of `torch.Tensor.backward`.
-        """
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizers: Iterable[ScaledOptimizer]) -> None:
         """Divides the gradients of optimizers by their scale, once for each step."""
@@ -193,14 +186,11 @@ class ScaledPrecision(MixedPrecision):
             postpone = partial(_postpone_update, self.updates_due)
             optimizer.update_scaler = postpone if len(optimizers) > 1 else None
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Computes the gradients of the scaled loss.
-
-        Postponed updates of the scaler are done first.
-        """
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns a loss times the scale of the gradients, after postponed updates of the scaler."""
         while self.updates_due:
             self.updates_due.pop().update()
-        self.scaler.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+        return self.scaler.scale(loss)
 
     def unscale(self, optimizers: Iterable[ScaledOptimizer]) -> None:
         """Unscales the gradients of each optimizer, once after each of its steps."""

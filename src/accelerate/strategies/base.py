@@ -273,7 +273,9 @@ class Strategy:
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Computes the gradients of a loss, which is scaled for gradient accumulation already."""
-        self.precision.backward(loss, **kwargs)
+        if (scale := self.precision.scale_loss) is not None:
+            loss = scale(loss)
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         if self.layers and self.context.gradients.sync_gradients:
             for layer in self.layers:
                 layer.backward_done()

@@ -28,6 +28,14 @@ from accelerate.torch_private.fsdp import (
     uses_original_parameters as uses_original_parameters,
     zero_sharded_gradients as zero_sharded_gradients,
 )
+from accelerate.torch_private.gradients import (
+    comm_hooks as comm_hooks,
+    ddp_statistics as ddp_statistics,
+    in_place_version as in_place_version,
+    in_place_versions as in_place_versions,
+    is_joining as is_joining,
+    is_view as is_view,
+)
 from accelerate.torch_private.loaders import (
     WAIT_FOR_BATCH as WAIT_FOR_BATCH,
     WORKER_LOOP as WORKER_LOOP,
@@ -48,14 +56,11 @@ from accelerate.torch_private.modules import (
     WRAPPED as WRAPPED,
     Weights as Weights,
     call_forward_hooks as call_forward_hooks,
-    comm_hooks as comm_hooks,
     count_compilations as count_compilations,
     count_recompilations as count_recompilations,
-    ddp_statistics as ddp_statistics,
     has_gradient_hooks as has_gradient_hooks,
     has_load_hooks as has_load_hooks,
     is_compiled_in_place as is_compiled_in_place,
-    is_joining as is_joining,
     is_optimized_module as is_optimized_module,
     non_persistent_buffers as non_persistent_buffers,
     num_forward_hooks as num_forward_hooks,
@@ -73,9 +78,6 @@ from accelerate.torch_private.names import (
 from accelerate.torch_private.optimizers import (
     allow_fp16_gradients as allow_fp16_gradients,
     found_inf as found_inf,
-    in_place_version as in_place_version,
-    in_place_versions as in_place_versions,
-    is_view as is_view,
     reset_unscaled as reset_unscaled,
     set_scheduler_optimizer as set_scheduler_optimizer,
     step_replaced as step_replaced,

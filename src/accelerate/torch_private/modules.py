@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -41,19 +41,6 @@ non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persi
 
 recomputed_module: Callable[[Any], nn.Module] = attrgetter("_checkpoint_wrapped_module")
 """Module inside a wrapper of `checkpoint_wrapper`, which has no public name for it."""
-
-comm_hooks: Callable[[Any], Sequence[Any]] = attrgetter("_comm_hooks")
-"""Communication hooks of a DistributedDataParallel module, which torch registers but does not list."""
-
-
-def is_joining(replica: Any) -> bool:
-    """Returns whether a replica is inside of torch's Join, which has no public attribute for it."""
-    config = getattr(replica, "_join_config", None)
-    return config is not None and bool(config.enable)
-
-
-ddp_statistics: Callable[[Any], Any] = methodcaller("_get_ddp_logging_data")
-"""Log of the reducer of DistributedDataParallel, which is the only source of the order of gradients."""
 
 
 def state_dict_hooks(module: nn.Module) -> list[Any]:

@@ -1,29 +1,14 @@
-"""Private attributes of gradients, gradient scalers, optimizers and schedulers."""
+"""Private attributes of gradient scalers, optimizers and schedulers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-
-
-def in_place_version(tensor: Tensor) -> int:
-    """Returns how often a tensor was changed in place."""
-    return tensor._version
-
-
-def in_place_versions(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Returns how often each of several tensors was changed in place, and 0 for None."""
-    return [0 if tensor is None else tensor._version for tensor in tensors]
-
-
-def is_view(tensor: Tensor) -> bool:
-    """Returns whether a tensor is a view of another one."""
-    return tensor._is_view()
 
 
 def reset_unscaled(scaler: torch.amp.GradScaler) -> None:
