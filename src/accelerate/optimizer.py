@@ -168,8 +168,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     mean_loss: Callable[[Any], Any] | None = None
     """Returns the mean over all ranks of the loss of a closure, in a run with several ranks."""
 
-    matrix_owners: Any = None
-    """Owners of the matrices that the inner optimizer steps as a whole, or None."""
+    step_wrappers: tuple[Callable[..., Any], ...] = ()
+    """Functions that are called in place of the step of the inner optimizer, which they get."""
+
+    _driver: DrivingLoader | None = None
 
     steps_in_backward: bool = False
     """True if the inner optimizer updates parameters in `Accelerator.backward` (LOMO), not in `step`."""
@@ -186,7 +188,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.accelerator_state = AcceleratorState()
         self.gradient_state = GradientState()
         self.device_placement = device_placement
-        self._driver = DrivingLoader()
         self._observers, self._run = Observers(), run_observers()
         self.gradients_unscaled = False
         self.steps_in_backward = steps_in_backward(optimizer)
@@ -258,19 +259,19 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Raises:
             StateError: The optimizer steps whole matrices, and the state dict has only those of another rank.
         """
-        if self.matrix_owners is not None:
-            self.matrix_owners.check_states(state_dict)
+        for observe in self._observers.before_load:
+            observe(state_dict)
         self.optimizer.load_state_dict(state_dict)
-        if self.matrix_owners is not None:
-            self.matrix_owners.drop_states()
+        for observe in self._observers.after_load:
+            observe()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state dict of the inner optimizer, in its own format.
 
         With whole matrices it has the states of the matrices that this rank owns.
         """
-        if self.matrix_owners is not None:
-            self.matrix_owners.warn_of_part()
+        for observe in self._observers.before_state_dict:
+            observe()
         return self.optimizer.state_dict()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -310,7 +311,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         gradients, held = self.gradient_state, self.held
         if held is None:
             number = gradients.only_pass
-            self.last_pass = gradients.find_pass(self._driver) if number is None else number
+            self.last_pass = self._find_pass() if number is None else number
         if not gradients.sync_gradients:
             return self._accumulate(closure)
         if closure is not None:
@@ -343,7 +344,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def record_pass(self) -> None:
         """Sets `last_pass` in a micro-batch."""
         number = self.gradient_state.only_pass
-        self.last_pass = self.gradient_state.find_pass(self._driver) if number is None else number
+        self.last_pass = self._find_pass() if number is None else number
+
+    def _find_pass(self) -> int:
+        """Returns the number of the pass that drives the loop, while several loaders are being read."""
+        self._driver = self._driver or DrivingLoader()
+        return self.gradient_state.find_pass(self._driver)
 
     def _accumulate(self, closure: Callable[[], Any] | None) -> Any:
         """Keeps the gradients of a micro-batch without synchronization for the next ones."""
@@ -391,8 +397,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._is_overflow = True
             return None
         step = self.optimizer.step
-        if self.matrix_owners is not None:
-            step = partial(self.matrix_owners.step, step)
+        for wrapper in self.step_wrappers:
+            step = partial(wrapper, step)
         result = step() if closure is None else step(closure)  # some optimizers take no closure
         self.num_updates += 1
         return result
@@ -406,8 +412,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         scaler: torch.amp.GradScaler = self.scaler  # type: ignore[assignment]
         step: Callable[..., Any] = self._optimizer_patched_step_method
-        if self.matrix_owners is not None:
-            step = partial(self.matrix_owners.step, step)
+        for wrapper in self.step_wrappers:
+            step = partial(wrapper, step)
         original = self._optimizer_original_step_method
         must_skip = self.skips_nonfinite and self._must_skip()
         if must_skip:
@@ -459,7 +465,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        names = ("update_scaler", "_observers", "_run", "matrix_owners", "held", "mean_loss")
+        names = ("update_scaler", "_observers", "_run", "step_wrappers", "held", "mean_loss")
         for name in (*_SCALER_ATTRIBUTES, *names):
             state.pop(name, None)
         return state

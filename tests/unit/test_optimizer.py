@@ -330,13 +330,14 @@ class Owners:
 def test_owners_of_matrices_take_the_steps_that_are_not_skipped(scaled: bool) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
     model, optimizer = make(scaler)
-    optimizer.matrix_owners = Owners()
+    owners = Owners()
+    optimizer.step_wrappers = (owners.step,)
     for value in (1.0, float("inf")) if scaled else (1.0,):
         loss = model(torch.full((1, 2), value)).sum()
         (loss if scaler is None else scaler.scale(loss)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert optimizer.matrix_owners.num_steps == optimizer.num_updates == 1
+    assert owners.num_steps == optimizer.num_updates == 1
 
 
 def test_an_update_is_skipped_by_the_gradients_of_its_closure(states: None) -> None:

@@ -86,7 +86,7 @@ class Accumulation:
         self._step = 0  # as set by the user or by a checkpoint
         self._sets: dict[Hashable, MicroBatches] = {}
         self.trained: dict[tuple[nn.Module, ...], list[AcceleratedOptimizer]] = {}
-        self._undivided = UndividedSteps(prepared)
+        self._undivided: UndividedSteps | None = None  # created with the first loss that is divided
         self._watch: weakref.finalize[..., Any] | None = None  # of the first window of several micro-batches
         self.groups.drive(self)
 
@@ -330,6 +330,7 @@ class Accumulation:
         if steps == 1:
             return loss
         if current is None and not self.is_driven:
+            self._undivided = self._undivided or UndividedSteps(self.prepared)
             self._undivided.count_loss(steps)
         return loss / steps
 

@@ -162,7 +162,6 @@ class Accelerator(ProcessControl):
             runtime.strategy, runtime.gradient_state, runtime.prepared, runtime.groups
         )
         self._checkpoints = RunCheckpoints(runtime, self._accumulation)
-        self._trackers = Trackers()
         self._stop_requests = diagnostics.get_stop_requests(environ.current())
         self.state = runtime.state
         self.gradient_state = runtime.gradient_state
@@ -279,7 +278,8 @@ class Accelerator(ProcessControl):
             layer.follow_parameters()
         if bundle.models:
             bundle.replace(kind.LOADER, lambda loader, _: strategy.transform_loader(loader, bundle.models[0]))
-        self._checkpoints.check_space()
+        for observe in self._runtime.observers.prepared:
+            observe()
         return bundle.result()
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
@@ -667,6 +667,10 @@ class Accelerator(ProcessControl):
         return self._step_flops.micro_batch()
 
     @cached_property
+    def _trackers(self) -> Trackers:
+        return Trackers()
+
+    @cached_property
     def _step_flops(self) -> accelerator.flops.StepFlops:
         return accelerator.flops.StepFlops(self._runtime)
 
@@ -1030,7 +1034,8 @@ class Accelerator(ProcessControl):
                 Megatron-LM, XLA) keeps the weights itself.
         """
         average = accelerator.averaging.WeightAverage(self._runtime, model, decay, every, start, device)
-        self._checkpoints.check_space()
+        for observe in self._runtime.observers.prepared:
+            observe()
         return average
 
     def plan_memory(
@@ -1143,7 +1148,8 @@ class Accelerator(ProcessControl):
         """
         with ExitStack() as ending:
             ending.callback(self._runtime.state.destroy_process_group)
-            ending.callback(self._runtime.groups.end_left_pass)
+            for observe in self._runtime.observers.ended:
+                ending.callback(observe)
             ending.callback(self._stop_requests.close)
             for sender in self._trackers.senders_of_running():
                 ending.callback(sender.finish)

@@ -183,7 +183,11 @@ class FastSaves:
 
         checkpoints.background.start(copy_and_commit)
 
-    def wait(self) -> None:
+    def before_save(self) -> None:
+        """Saves a generation of the state that is saved to the project, too."""
+        self.save(is_saved=True)
+
+    def awaited(self) -> None:
         """Waits until the last generation is complete, and otherwise saves the run to the project.
 
         Called on all ranks. Without numbered checkpoints it raises the error of the generation.
@@ -260,14 +264,14 @@ class FastSaves:
             logger.debug(f"{folder}: {describe(error)}")
             return [name for name in names if name.endswith(checkpointing.SHARDS)]
 
-    def go_on_after(self, updates: int) -> None:
+    def loaded(self, updates: int) -> None:
         """Counts steps from a checkpoint that was loaded."""
         self._saved_at = updates
         self._tier.number = checkpointing.next_number(self._tier)
 
     # Space
 
-    def check_space(self) -> None:
+    def prepared(self) -> None:
         """Raises if the fast folder of a node is too small, for prepared models, optimizers and averages.
 
         Called on all ranks.

@@ -64,17 +64,12 @@ class RunCheckpoints:
             save = partial(self._save_state, None, True, None)
             self._fast = accelerator.fast_saves.FastSaves(runtime, self._next_request, step, durable, save)
 
-    def check_space(self) -> None:
-        """Raises if the folder of recent checkpoints is too small for the prepared objects."""
-        if self._fast is not None:
-            self._fast.check_space()
-
     # The whole run
 
     def save_state(self, output_dir: Folder | None, safe_serialization: bool, blocking: bool | None) -> Path:
         """Saves the state of the run, and returns the folder."""
-        if self._fast is not None:
-            self._fast.save(is_saved=True)
+        for observe in self._runtime.observers.before_save:
+            observe()
         with step_clock.phase(SAVING):
             return self._save_state(output_dir, safe_serialization, blocking)
 
@@ -110,8 +105,8 @@ class RunCheckpoints:
     def wait(self) -> None:
         """Waits until the save in the background is committed, or raises its error."""
         with step_clock.phase(SAVING):
-            if self._fast is not None:
-                self._fast.wait()
+            for observe in self._runtime.observers.awaited:
+                observe()
             self._runtime.checkpoints.background.wait()
 
     @progress_bar("Loading a checkpoint")
@@ -291,7 +286,6 @@ class RunCheckpoints:
             runtime.gradient_state._set_sync_gradients(progress.sync_gradients)
         accelerator.state_items.set_counters(runtime.prepared, progress.counters)
         self._accumulation.drop_gradients()
-        step_clock.restart_numbers()
         step = max(progress.counters["updates"], default=0)
         folder, seconds = str(source.folder), time.perf_counter() - began
         run_records.append(
@@ -301,8 +295,8 @@ class RunCheckpoints:
         for model, order in zip(runtime.prepared.models, progress.gradient_order, strict=False):
             if runtime.prepared.optimizers and not source.resized:
                 runtime.strategy.state.adopt_gradient_order(model, order)
-        if self._fast is not None:
-            self._fast.go_on_after(step)
+        for observe in runtime.observers.loaded:
+            observe(step)
         number = checkpointing.retention.number_of(source.folder.name)
         if number is not None and project.automatic_checkpoint_naming:
             run = {} if source.manifest is None else source.manifest.run

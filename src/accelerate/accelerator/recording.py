@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,9 +135,12 @@ class RunSources:
         self._environ = dict(environ)
         self._script = Path(sys.argv[0]).name if sys.argv else ""
         backend = runtime.state.device_backend
-        self._meter = diagnostics.MemoryMeter(backend)
         self._module: Any = None if backend.is_host else backend.torch_module()
         self._num_workers: int | None = None
+
+    @cached_property
+    def _meter(self) -> diagnostics.MemoryMeter:
+        return diagnostics.MemoryMeter(self._state.device_backend)
 
     def start(self) -> Start:
         state, mesh = self._state, mesh_sizes(self._state.device_mesh)

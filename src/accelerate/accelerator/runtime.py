@@ -97,7 +97,8 @@ def build_runtime(request: strategies.RunRequest, accelerator: Any, functions: C
         runtime = _assemble(request, state, accelerator, functions)
         if is_first:
             step_clock.follow_device(state.device_backend.timed_events(state.device))
-        connect_nodes(state.topology)
+        if state.topology.local_size < state.topology.size:
+            connect_nodes(state.topology)
         diagnostics.watching.start(PartialState(), environ.current())
         recording.start(runtime, environ.current())
         return runtime

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -449,7 +449,10 @@ class Checkpoints:
         self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         # called before a load with models and folder
         self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-        self._memory = StagingMemory()
+
+    @cached_property
+    def _memory(self) -> StagingMemory:
+        return StagingMemory()
 
     @property
     def consensus(self) -> Consensus:

@@ -13,6 +13,7 @@ from accelerate.accelerator import Accelerator
 from accelerate.base import PreparationError, StateError, wrong_value
 from accelerate.checkpointing import Part
 from accelerate.local_sgd.states import RankState
+from accelerate.strategies import owners_of
 
 Self = TypeVar("Self", bound="LocalSGD")
 
@@ -109,7 +110,8 @@ class LocalSGD:
     def _refuse_owners(self) -> None:
         """Raises an error for optimizers of which each rank steps some matrices for all ranks."""
         optimizers = self.accelerator._runtime.prepared.optimizers
-        if names := [type(each.optimizer).__name__ for each in optimizers if each.matrix_owners is not None]:
+        owned = [each for each in optimizers if owners_of(each) is not None]
+        if names := [type(each.optimizer).__name__ for each in owned]:
             raise PreparationError(
                 f"{type(self).__name__} trains each rank separately, and the ranks share the matrices of "
                 f"{', '.join(names)}. Prepare the optimizer with whole_matrices=False, so that each rank "
@@ -122,7 +124,8 @@ class LocalSGD:
         """Adds it to the objects that are saved with the run, in place of an earlier one of the model."""
         known = self.accelerator._runtime.prepared.local_sgd
         known[:] = [*(each for each in known if each.model is not self.model), self]
-        self.accelerator._checkpoints.check_space()
+        for observe in self.accelerator._runtime.observers.prepared:
+            observe()
 
     def parts(self, index: int) -> list[Part]:
         """Returns the parts of a checkpoint with what differs between ranks.

@@ -211,6 +211,10 @@ class StepClock:
         self._steps_before = 0  # of all starts of the run, besides `steps`
         self.restart_numbers()
 
+    def loaded(self, updates: int) -> None:
+        """Continues with the number of the optimizer that steps next."""
+        self.restart_numbers()
+
     def restart_numbers(self) -> None:
         """Continues with the number of the optimizer that steps next, as after a load."""
         self._leader = 0  # id of the optimizer whose updates are counted as steps

@@ -102,6 +102,3 @@ class ReplicaGroups:
             is_requested: Whether this group has been asked, since the last call or before.
         """
         return is_requested
-
-    def end_left_pass(self) -> None:
-        """Ends the pass that the loop has left, together with the other groups."""

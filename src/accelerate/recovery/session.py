@@ -245,7 +245,7 @@ class Recovery(ReplicaGroups):
 
     def begin_pass(self, loader: RecoveryLoader, number: int) -> bool:
         """Returns whether this replica group takes part in a pass for training, which is not over."""
-        self.end_left_pass()
+        self.ended()
         over = self._num_passes_over(loader)
         self._is_behind = number < over
         self._leader.is_leader = self._leader.is_leader and not self._is_behind
@@ -530,7 +530,7 @@ class Recovery(ReplicaGroups):
         """
         self._left = loader, number
 
-    def end_left_pass(self) -> None:
+    def ended(self) -> None:
         """Ends the pass that the loop has left, together with the other members.
 
         They continue it while an error is handled, which may end this replica group.
@@ -628,7 +628,7 @@ class Recovery(ReplicaGroups):
 
     def member_transport(self) -> Transport | None:
         """Returns the transport over all members, or None where collectives are within a replica group."""
-        self.end_left_pass()
+        self.ended()
         if self.in_pass or self._left or self._is_behind or self._membership is None or self.members is None:
             return None
         if self.members.size == 1:

@@ -100,7 +100,8 @@ class AcceleratorState(RunState):
         super().__init__()
         if self.initialized:
             self._check_initialized(mixed_precision, cpu)
-            process_group.set_timeout(kwargs.get("timeout"))
+            if (timeout := kwargs.get("timeout")) is not None:
+                process_group.set_timeout(timeout)
             return
         if not _from_accelerator:
             raise ConfigurationError(

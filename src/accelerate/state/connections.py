@@ -57,11 +57,11 @@ class Connections:
 
 
 def connect_nodes(topology: Topology) -> None:
-    """Connects rank 0 with the ranks of other nodes, unless they are connected or there is one node.
+    """Connects rank 0 with the ranks of other nodes, unless they are connected.
 
     Called on all ranks. The connections end with the state of the run or the process.
     """
-    if topology.local_size == topology.size or services.find(Connections) is not None:
+    if services.find(Connections) is not None:
         return
     try:
         channel = process_group.connect_channel("connections", timedelta(seconds=TIMEOUT))

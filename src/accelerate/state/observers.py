@@ -1,7 +1,7 @@
 """Observers of a run, whose methods are called at its events.
 
 A feature that follows a run is an object with methods that are named like events. It is added to the
-observers of the run, or to those of one optimizer for its `before_step` and `after_update`.
+observers of the run, or to those of one optimizer for its steps and state dicts.
 """
 
 from __future__ import annotations
@@ -39,6 +39,14 @@ class Observers:
         before_step: Called with an optimizer before its step.
         after_update: Called with the optimizer, not for all of a run, after a step that updated parameters.
         after_step: Called with an optimizer and the number of its updates after a step, also if it fails.
+        before_state_dict: Called without arguments before an optimizer returns its state dict.
+        before_load: Called with a state dict before an optimizer loads it.
+        after_load: Called without arguments after an optimizer has loaded a state dict.
+        prepared: Called without arguments after objects were prepared.
+        before_save: Called without arguments before the state of the run is saved.
+        loaded: Called with the number of optimizer steps after the state of the run was loaded.
+        awaited: Called without arguments where the run waits for saves in the background.
+        ended: Called without arguments at the end of training, before the process group is closed.
     """
 
     pass_begun: Methods = ()
@@ -54,6 +62,14 @@ class Observers:
     before_step: Methods = ()
     after_update: Methods = ()
     after_step: Methods = ()
+    before_state_dict: Methods = ()
+    before_load: Methods = ()
+    after_load: Methods = ()
+    prepared: Methods = ()
+    before_save: Methods = ()
+    loaded: Methods = ()
+    awaited: Methods = ()
+    ended: Methods = ()
 
     def __init__(self, observers: Iterable[Any] = ()) -> None:
         self.all: tuple[Any, ...] = ()

@@ -111,7 +111,8 @@ class PartialState(RunState):
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         super().__init__()
         if self.initialized:
-            process_group.set_timeout(kwargs.get("timeout"))
+            if (timeout := kwargs.get("timeout")) is not None:
+                process_group.set_timeout(timeout)
             return
         sagemaker = kwargs.pop("_use_sagemaker_dp", None)
         process_group.check_arguments(kwargs)
@@ -269,7 +270,8 @@ def _join_group(
     topology: Topology, backend: DeviceBackend, device: torch.device, kwargs: dict[str, Any]
 ) -> str | None:
     if process_group.is_open():
-        process_group.set_timeout(kwargs.get("timeout"))
+        if (timeout := kwargs.get("timeout")) is not None:
+            process_group.set_timeout(timeout)
         services.own_group()
         return str(dist.get_backend())
     if topology.size == 1 or backend.own_runtime:

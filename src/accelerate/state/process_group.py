@@ -285,12 +285,12 @@ def find_hosts(topology: Topology, kwargs: dict[str, Any]) -> Topology:
         return exchange_hosts(topology, kwargs["store"], timeout)
 
 
-def set_timeout(timeout: timedelta | None) -> None:
-    """Sets the timeout of the open default group, unless it is None.
+def set_timeout(timeout: timedelta) -> None:
+    """Sets the timeout of the default group, if it is open.
 
     Gives a warning if torch cannot set it.
     """
-    if timeout is None or not is_open():
+    if not is_open():
         return
     check_arguments({"timeout": timeout})
     # Public since torch 2.15

@@ -27,6 +27,7 @@ from accelerate.strategies.fsdp import (
 )
 from accelerate.strategies.isolation import check_isolation as check_isolation
 from accelerate.strategies.layer import Layer as Layer
+from accelerate.strategies.matrix_states import owners_of as owners_of
 from accelerate.strategies.mistakes import (
     find_unrelated_optimizers as find_unrelated_optimizers,
     find_unstepped_models as find_unstepped_models,

@@ -24,6 +24,7 @@ from accelerate.ops import current_transport, is_dtensor, local_tensor
 from accelerate.strategies.bundle import WHOLE_MATRICES, needs_whole_matrices
 from accelerate.strategies.layer import Layer, WeakStrategy
 from accelerate.strategies.matrix_plan import LocalBox, Matrix, by_dtype, plan_owners
+from accelerate.strategies.matrix_states import Owners, owners_of
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -47,7 +48,7 @@ def _is_elementwise(group: Mapping[str, Any]) -> bool:
     return group.get(WHOLE_MATRICES) is False or group.get("use_muon") is False
 
 
-class MatrixOwners:
+class MatrixOwners(Owners):
     """Ranks that own the matrices of one prepared optimizer.
 
     Args:
@@ -74,7 +75,7 @@ class MatrixOwners:
 
     @property
     def optimizer(self) -> AcceleratedOptimizer:
-        """The optimizer, of which this is an attribute."""
+        """The optimizer, of which this is an observer."""
         optimizer = self._optimizer()
         assert optimizer is not None
         return optimizer
@@ -106,7 +107,7 @@ class MatrixOwners:
         self._matrices = {matrix.key: matrix for matrix in plan_owners(ranks, known)}
         self._buckets = by_dtype(self._matrices.values())
         self._parameters, self._trained = dict(pairs), trained
-        self.drop_states()
+        self.after_load()
         return bool(pairs)
 
     def owners(self) -> list[int | None]:
@@ -114,7 +115,7 @@ class MatrixOwners:
         by_id = {id(p): self._matrices[key].owner for key, p in self._parameters.items()}
         return [by_id.get(id(parameter)) for parameter in self.optimizer.parameters()]
 
-    def warn_of_part(self) -> None:
+    def before_state_dict(self) -> None:
         """Logs a warning once that a state dict on this rank has the states of some matrices only."""
         if self._is_expected:
             return
@@ -126,7 +127,7 @@ class MatrixOwners:
             f"rank all states: set whole_matrices=False in prepare(), or as an attribute of the optimizer."
         )
 
-    def check_states(self, state_dict: Mapping[str, Any]) -> None:
+    def before_load(self, state_dict: Mapping[str, Any]) -> None:
         """Raises an error for a state dict that another rank has returned, without states for this one."""
         rank, owners = current_transport().rank, self.owners()
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -141,7 +142,7 @@ class MatrixOwners:
                 "each rank, or prepare the optimizer with whole_matrices=False."
             )
 
-    def drop_states(self) -> None:
+    def after_load(self) -> None:
         """Removes the states of parameters that other ranks own."""
         state, rank = self.optimizer.state, current_transport().rank
         for key, parameter in self._parameters.items():
@@ -293,12 +294,14 @@ class WholeMatrices(Layer):
         strategy = self._strategy()
         needed = needs_whole_matrices(optimizer.optimizer) if whole_matrices is None else whole_matrices
         is_plain = strategy.context.topology.size == 1 and not has_batches(optimizer.optimizer)
-        if not needed or is_plain or optimizer.matrix_owners is not None:
+        if not needed or is_plain or owners_of(optimizer) is not None:
             return
         if strategy.has_plain_weights and not strategy.flattens_parameters:
             is_expected = whole_matrices is True or not strategy.holds_whole_models
             keys_of = partial(_keys_of, self._strategy)
-            optimizer.matrix_owners = MatrixOwners(optimizer, keys_of, is_expected)
+            owners = MatrixOwners(optimizer, keys_of, is_expected)
+            optimizer.observers = (*optimizer.observers, owners)
+            optimizer.step_wrappers = (*optimizer.step_wrappers, owners.step)
         elif whole_matrices or strategy.flattens_parameters:
             raise PreparationError(
                 f"{type(optimizer.optimizer).__name__} needs whole matrices, and {type(strategy).__name__} "
@@ -310,8 +313,8 @@ class WholeMatrices(Layer):
         """Chooses the ranks that own the matrices of all optimizers, and prints their number once."""
         strategy = self._strategy()
         optimizers, topology = strategy.session.prepared.optimizers, strategy.context.topology
-        owners = [each.matrix_owners for each in optimizers if each.matrix_owners is not None]
-        has_planned = [each.plan() for each in owners]
+        owners = map(owners_of, optimizers)
+        has_planned = [each.plan() for each in owners if isinstance(each, MatrixOwners)]
         for optimizer in optimizers if any(has_planned) and topology.rank == 0 and topology.size > 1 else ():
             print(_describe_steps(optimizer, topology.size))
 
@@ -324,7 +327,8 @@ def _keys_of(strategy: Callable[[], Strategy], optimizer: Any) -> Sequence[Seque
 def _describe_steps(optimizer: AcceleratedOptimizer, size: int) -> str:
     """Returns a line about the parameters of an optimizer that its ranks step as a whole."""
     name = type(optimizer.optimizer).__name__
-    owners = [] if optimizer.matrix_owners is None else optimizer.matrix_owners.owners()
+    matrix_owners = owners_of(optimizer)
+    owners = [] if matrix_owners is None else matrix_owners.owners()
     num_whole = sum(owner is not None for owner in owners)
     num_others = len(list(optimizer.parameters())) - num_whole
     whole = f"{num_whole} parameters as a whole, each on one of {size} ranks" if num_whole else ""

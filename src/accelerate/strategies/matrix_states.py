@@ -13,12 +13,26 @@ from accelerate.ops import current_transport
 from accelerate.strategies.dtensors import distribute_like
 
 
+class Owners:
+    """Observer of an optimizer whose ranks each own some of its parameters."""
+
+    def owners(self) -> list[int | None]:
+        """Returns the rank that owns each parameter of all groups, or None for those stepped in shards."""
+        raise NotImplementedError
+
+
+def owners_of(optimizer: Any) -> Owners | None:
+    """Returns the owners of the parameters of a prepared optimizer, or None if ranks own none."""
+    observers = getattr(optimizer, "observers", ())
+    return next((each for each in observers if isinstance(each, Owners)), None)
+
+
 def owned_states(optimizer: Any) -> list[bool | None]:
     """Returns for each parameter whether this rank owns its state, None for states that are like shards.
 
     The list is empty for an optimizer whose ranks own no matrices.
     """
-    owners = getattr(optimizer, "matrix_owners", None)
+    owners = owners_of(optimizer)
     if owners is None:
         return []
     rank = current_transport().rank
@@ -63,7 +77,8 @@ def gather_owned_states(optimizer: Any, state: Mapping[str, Any], keep: bool) ->
         keep: Whether to return states. False returns a state dict without them.
     """
     states: dict[int, Any] = dict(state["state"])
-    for number, owner in enumerate(optimizer.matrix_owners.owners()):
+    owners = owners_of(optimizer)
+    for number, owner in enumerate([] if owners is None else owners.owners()):
         if owner is None:
             continue
         own = recursively_apply(Tensor.cpu, states.get(number))
