@@ -1,14 +1,9 @@
 from accelerate.weights.files import (
-    DTYPES as DTYPES,
     TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS,
-    MappedFile as MappedFile,
-    StoredWeights as StoredWeights,
-    WeightFile as WeightFile,
     clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
     is_extra as is_extra,
     load as load,
     load_state_dict as load_state_dict,
-    open_weights as open_weights,
     read_safetensors as read_safetensors,
     read_torch as read_torch,
     refused_globals as refused_globals,
@@ -44,6 +39,13 @@ from accelerate.weights.modules import (
     named_module_tensors as named_module_tensors,
     retie_on_same_device as retie_on_same_device,
     retie_parameters as retie_parameters,
+)
+from accelerate.weights.opened import (
+    DTYPES as DTYPES,
+    MappedFile as MappedFile,
+    StoredWeights as StoredWeights,
+    WeightFile as WeightFile,
+    open_weights as open_weights,
 )
 from accelerate.weights.pinned import PinnedBuffers as PinnedBuffers, stream_module as stream_module
 from accelerate.weights.placement import (

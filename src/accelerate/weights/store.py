@@ -22,7 +22,7 @@ from accelerate.base import (
     replace_files,
     require,
 )
-from accelerate.weights.files import MappedFile
+from accelerate.weights.opened import MappedFile
 from accelerate.weights.placement import (
     Device,
     find_owner,

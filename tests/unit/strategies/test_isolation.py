@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.base import ConfigurationError, PreparationError
-from accelerate.strategies.isolation import NONE, documents_of, has_several
+from accelerate.strategies.documents import NONE, documents_of, has_several
 
 pytestmark = pytest.mark.usefixtures("states")
 WIDTH, WORDS = 8, 20
