@@ -280,11 +280,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Args:
             set_to_none: Whether gradients are set to None, as by default, or filled with zeros.
         """
-        to_none = set_to_none is None or set_to_none
+        if set_to_none is None:
+            set_to_none = True
         if self.held is not None:
-            self.held.zero_grad(partial(self.optimizer.zero_grad, to_none))
+            self.held.zero_grad(partial(self.optimizer.zero_grad, set_to_none))
         elif self.holds_windows or self.gradient_state.sync_gradients:
-            self.optimizer.zero_grad(to_none)
+            self.optimizer.zero_grad(set_to_none)
 
     def train(self) -> None:
         """Sets the training mode of optimizers that have one, such as schedule-free optimizers."""

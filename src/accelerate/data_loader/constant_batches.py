@@ -180,8 +180,6 @@ class ConstantBatchShard(BatchSamplerShard):
         return max(len(self.sampler) - skipped * self.full.batch_size, 0)
 
 
-def has_constant_batches(index_sampler: Any, global_batch_size: int | None) -> bool:
+def has_constant_batches(index_sampler: Any, global_batch_size: int) -> bool:
     """Returns whether the batches of an index sampler are divided into global batches of a constant size."""
-    if global_batch_size is None or type(index_sampler) is not BatchSampler:
-        return False
-    return global_batch_size % index_sampler.batch_size == 0
+    return type(index_sampler) is BatchSampler and global_batch_size % index_sampler.batch_size == 0

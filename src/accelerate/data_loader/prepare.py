@@ -137,7 +137,7 @@ def prepare_data_loader(
     sampler_kinds = {"use_seedable": use_seedable_sampler, "use_constant_memory": use_constant_memory_sampler}
     index_sampler = seed_order(dataloader, num_processes, data_seed, **sampler_kinds)
     is_sharded_here = decided.mode in ("shard", "unsharded") and not split_batches
-    if is_sharded_here and has_constant_batches(index_sampler, global_batch_size):
+    if global_batch_size and is_sharded_here and has_constant_batches(index_sampler, global_batch_size):
         decided = replace(decided, global_batch_size=global_batch_size)
     settings: dict[str, Any] = {
         "_plan": decided,
