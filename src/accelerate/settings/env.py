@@ -51,7 +51,8 @@ def decode(section: type[S], environ: Mapping[str, str]) -> S:
 def read(environ: Mapping[str, str], sections: Iterable[type[Section]]) -> dict[str, Any]:
     """Returns the values of those options that the environment sets, by option name."""
     values, problems = read_with_problems(environ, sections)
-    refuse_all(problems)
+    if problems:
+        refuse_all(problems)
     return values
 
 
