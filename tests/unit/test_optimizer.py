@@ -280,7 +280,7 @@ def test_fused_optimizers_with_one_scaler_are_skipped_each_for_itself() -> None:
         loss = sum(
             model(torch.full((1, 2), value)).sum() for model, value in zip(models, values, strict=True)
         )
-        precision.backward(loss)
+        precision.scale_loss(loss).backward()
         for optimizer in optimizers:
             optimizer.step()
         skipped.append([optimizer.step_was_skipped for optimizer in optimizers])

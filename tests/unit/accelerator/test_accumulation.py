@@ -55,4 +55,4 @@ def test_a_micro_batch_that_does_not_fit_raises_an_error(
     accumulation = accumulation_of(2)
     vars(accumulation).update(change)
     with pytest.raises(error, match=message):
-        accumulation.accumulate([], num_items=1)
+        accumulation.accumulate((), num_items=1)
