@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,3 +107,62 @@ def test_the_clock_observes_each_run() -> None:
     Accelerator(cpu=True)
     assert run_observers() is first
     assert sum(observer is step_clock for observer in first.all) == 1
+
+
+class RunEvents:
+    """Notes the events of a run outside of its steps."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def prepared(self) -> None:
+        self.calls.append("prepared")
+
+    def before_save(self) -> None:
+        self.calls.append("before_save")
+
+    def awaited(self) -> None:
+        self.calls.append("awaited")
+
+    def loaded(self, updates: int) -> None:
+        self.calls.append(("loaded", updates))
+
+    def ended(self) -> None:
+        self.calls.append("ended")
+
+
+def test_saves_loads_and_the_end_of_a_run_are_events(tmp_path: Path) -> None:
+    accelerator, events = Accelerator(cpu=True), RunEvents()
+    run_observers().add(events)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    accelerator.save_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state")
+    accelerator.end_training()
+    assert events.calls == ["prepared", "before_save", ("loaded", 1), "awaited", "ended"]
+
+
+class StateEvents:
+    """Notes the events of state dicts of an optimizer."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def before_state_dict(self) -> None:
+        self.calls.append("before_state_dict")
+
+    def before_load(self, state: Any) -> None:
+        self.calls.append(("before_load", sorted(state)))
+
+    def after_load(self) -> None:
+        self.calls.append("after_load")
+
+
+def test_state_dicts_of_an_optimizer_are_events() -> None:
+    accelerator, events = Accelerator(cpu=True), StateEvents()
+    optimizer: Any = accelerator.prepare(torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1))
+    optimizer.observers = (events,)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert events.calls == ["before_state_dict", ("before_load", ["param_groups", "state"]), "after_load"]
