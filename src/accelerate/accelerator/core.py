@@ -178,7 +178,8 @@ class Accelerator(ProcessControl):
         self.init_handler = request.process_group
         self.profile_handler = request.profile
         self.native_amp = self.mixed_precision in ("fp16", "bf16")
-        self.log_with = tracking.filter_trackers(log_with, request.project.logging_dir)
+        logging_dir = request.project.logging_dir
+        self.log_with = [] if log_with is None else tracking.filter_trackers(log_with, logging_dir)
         prepared = runtime.prepared
         self._models, self._optimizers = prepared.models, prepared.optimizers
         self._schedulers, self._dataloaders = prepared.schedulers, prepared.loaders

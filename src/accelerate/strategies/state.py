@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class StrategyState:
             unwrap: Whether the names have no prefixes of wrappers.
         """
         inner = self._inner(model) if unwrap else model
-        if is_any_offloaded(inner):
+        if _has_offloaded(inner):
             return get_state_dict_offloaded_model(inner)
         state: dict[str, Any] = inner.state_dict()
         return state
@@ -97,7 +98,7 @@ class StrategyState:
         each of them, which may share memory with the model. Tied weights are one object.
         """
         inner = self._inner(model)
-        if is_any_offloaded(inner):
+        if _has_offloaded(inner):
             return stored_weights(inner)
         return inner.state_dict(keep_vars=True), lambda weight: weight.detach()
 
@@ -191,3 +192,10 @@ class StrategyState:
 
         Called on all ranks.
         """
+
+
+def _has_offloaded(model: nn.Module) -> bool:
+    """Returns whether weights of a model are loaded for each forward, and are on the meta device now."""
+    return any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers())) and is_any_offloaded(
+        model
+    )
