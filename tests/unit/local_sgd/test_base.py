@@ -13,6 +13,7 @@ import torch
 from accelerate.accelerator import Accelerator
 from accelerate.base import DistributedType, StateError
 from accelerate.local_sgd import LocalSGD
+from accelerate.state import Observers
 from accelerate.strategies import DataParallel, Strategy, TensorParallel
 from accelerate.strategies.deepspeed import DeepSpeed
 from accelerate.strategies.fsdp import Fsdp1, Fsdp2
@@ -27,9 +28,10 @@ class FakeAccelerator:
     def __init__(self, strategy: type[Strategy] = DataParallel) -> None:
         self.distributed_type = strategy.distributed_type or DistributedType.MULTI_CPU
         self._runtime = SimpleNamespace(
-            strategy=strategy, prepared=SimpleNamespace(local_sgd=[], optimizers=[])
+            strategy=strategy,
+            prepared=SimpleNamespace(local_sgd=[], optimizers=[]),
+            observers=Observers(),
         )
-        self._checkpoints = SimpleNamespace(check_space=lambda: None)
         self.events: list[str] = []
 
     @contextmanager
