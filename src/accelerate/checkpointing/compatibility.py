@@ -27,7 +27,7 @@ Names = Sequence[Sequence[Sequence[str]]]
 
 
 def check_weights(
-    own: Mapping[str, Any], state: Any, path: object, model: nn.Module, *, strict: bool
+    own: Mapping[str, Any], state: object, path: object, model: nn.Module, *, strict: bool
 ) -> None:
     """Compares names, shapes and dtypes of weights with those of a model.
 
@@ -113,7 +113,7 @@ def loads_its_own_way(model: nn.Module) -> bool:
     )
 
 
-def check_optimizer(owner: Any, state: Any) -> None:
+def check_optimizer(owner: object, state: Mapping[str, Any]) -> None:
     """Verifies that an optimizer can load a state dict, without changing the optimizer.
 
     The optimizer loads the state into a copy that has its options, and parameters without values. An
@@ -139,14 +139,14 @@ def check_optimizer(owner: Any, state: Any) -> None:
         )
 
 
-def inner_optimizer(owner: Any) -> Any:
+def inner_optimizer(owner: object) -> Any:
     """Returns the optimizer of the user in wrappers of this package."""
     while type(owner).__module__.startswith("accelerate.") and hasattr(owner, "optimizer"):
         owner = owner.optimizer
     return owner
 
 
-def class_name(optimizer: Any) -> str:
+def class_name(optimizer: torch.optim.Optimizer) -> str:
     """Returns the name of the class of an optimizer, which may be in wrappers of this package."""
     return type(inner_optimizer(optimizer)).__name__
 
@@ -158,7 +158,7 @@ def live_state(owner: Any, number: int, key: str) -> Any:
     return values.get(key) if isinstance(values, Mapping) else None
 
 
-def find_plain_optimizer(owner: Any) -> torch.optim.Optimizer | None:
+def find_plain_optimizer(owner: object) -> torch.optim.Optimizer | None:
     """Returns the optimizer in wrappers of this package, or None if it has its own code to load a state."""
     owner, base = inner_optimizer(owner), torch.optim.Optimizer
     if not isinstance(owner, base):
@@ -189,7 +189,7 @@ def _copy_without_values(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
     return trial
 
 
-def _check_like(name: str, parameter: Tensor, live: Any, loaded: Any) -> None:
+def _check_like(name: str, parameter: Tensor, live: object, loaded: object) -> None:
     """Compares the state that an optimizer has for a parameter with the state to be loaded."""
     if not isinstance(live, Mapping) or loaded is None:
         return
@@ -214,7 +214,7 @@ def check_shapes(name: str, state: Mapping[str, Any], wanted: tuple[int, ...]) -
             )
 
 
-def has_form(state: Any) -> bool:
+def has_form(state: Mapping[str, Any]) -> bool:
     """Returns whether a value is a state dict in the form of `torch.optim.Optimizer`."""
     groups = state.get(GROUPS) if isinstance(state, Mapping) else None
     has_groups = isinstance(groups, list) and all(
@@ -223,7 +223,7 @@ def has_form(state: Any) -> bool:
     return has_groups and isinstance(state.get(STATE), Mapping)
 
 
-def check_form(state: Any, owner: Any = None) -> None:
+def check_form(state: Mapping[str, Any], owner: object = None) -> None:
     """Raises for a value that is not a state dict of an optimizer, which may have a form of its own."""
     own_method = getattr(type(inner_optimizer(owner)), "state_dict", None)
     is_own = isinstance(owner, torch.optim.Optimizer) and own_method is not torch.optim.Optimizer.state_dict
@@ -261,7 +261,7 @@ def parameter_numbers(names: Names) -> dict[str, int]:
     return {name: number for number, own in enumerate(parameters) for name in own}
 
 
-def check_keys(state: Any, needed: Iterable[str]) -> None:
+def check_keys(state: object, needed: Iterable[str]) -> None:
     """Verifies that a state is a dictionary with some keys."""
     if not isinstance(state, Mapping):
         raise CheckpointError(f"it is a {type(state).__name__} instead of a dictionary")

@@ -44,7 +44,7 @@ def open_group() -> Any:
 
 def exchange(
     transfers: Sequence[Transfer],
-    group: Any,
+    group: dist.ProcessGroup,
     source: Path,
     target: Path,
     consensus: Consensus,

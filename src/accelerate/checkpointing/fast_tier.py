@@ -281,7 +281,7 @@ def first_versions(nodes: Nodes, summaries: Sequence[Mapping[str, Any]]) -> list
     ]
 
 
-def _copy_file(report: Any, file: BinaryIO, path: Path) -> Any:
+def _copy_file(report: object, file: BinaryIO, path: Path) -> Any:
     with file, path.open("wb") as copy:
         shutil.copyfileobj(file, copy, 1 << 22)
     return report

@@ -51,7 +51,7 @@ def object_item(kind: str, owner: Any, part: Part | None = None) -> StateItem:
     def capture() -> Any:
         return take_shards(owner.state_dict())
 
-    def apply(state: Any) -> None:
+    def apply(state: dict[str, Any]) -> None:
         owner.load_state_dict(map_like(to_tensor, state, owner.state_dict()))
 
     return StateItem(kind, owner, part, capture=capture, apply=apply)
@@ -101,7 +101,7 @@ def model_item(model: nn.Module, part: Part | None = None) -> StateItem:
     return StateItem("models", model, part, "shards", capture, apply)
 
 
-def take_shards(state: Any) -> Any:
+def take_shards(state: Mapping[str, Any]) -> Any:
     """Returns a nested state with local shards in place of distributed tensors, and detached tensors."""
 
     def take(tensor: Tensor) -> Any:

@@ -48,7 +48,7 @@ def _layout(value: LocalShards) -> tuple[Any, ...]:
 
 @torch.no_grad()
 def fill_states(
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer,
     states: Mapping[Any, Any],
     parameters: Mapping[Any, Tensor],
     like: Mapping[Any, Tensor | None],
@@ -68,13 +68,13 @@ def fill_states(
     """
     plain, buffers = find_plain_optimizer(optimizer), PinnedBuffers()
 
-    def own_tensor(number: Any, value: Tensor) -> Tensor:
+    def own_tensor(number: object, value: Tensor) -> Tensor:
         parameter = None if plain is None else parameters.get(number)
         if parameter is not None and buffers.accepts(value, parameter.device):
             return buffers.to(value, parameter.device)
         return value.clone() if is_mapped else value
 
-    def fill(number: Any, values: Any) -> Any:
+    def fill(number: object, values: object) -> Any:
         if not isinstance(values, Mapping):
             return values
         live = None if plain is None or number not in parameters else plain.state.get(parameters[number])

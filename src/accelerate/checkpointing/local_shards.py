@@ -20,6 +20,7 @@ from accelerate.ops import is_dtensor, local_tensor
 if TYPE_CHECKING:  # they take half a second to import
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 Shape = tuple[int, ...]
@@ -56,7 +57,7 @@ class LocalShards:
         )
         return LocalShards(self.shape, kind, shards, self.owned)
 
-    def __create_write_items__(self, key: str, _: Any) -> list[WriteItem]:
+    def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
         return [
             write_item(key, self.shape, self.dtype, shard.offsets, shard.tensor.shape)
             for shard in self.shards
@@ -168,7 +169,7 @@ def _offsets(
 
 
 @lru_cache(maxsize=1024)
-def _has_rank(mesh: Any, rank: int) -> bool:
+def _has_rank(mesh: DeviceMesh, rank: int) -> bool:
     return bool((mesh.mesh == rank).any())
 
 
@@ -201,7 +202,7 @@ def to_tensor(value: Any, like: Any = None, move: Callable[[Tensor], Tensor] = l
     )
 
 
-def target_of(stored: Tensor | None, live: Any = None) -> LocalShards | None:
+def target_of(stored: Tensor | None, live: object = None) -> LocalShards | None:
     """Returns the shards of a stored tensor that this rank reads, or None for a value that is not a tensor.
 
     They are on the meta device, and those of the live tensor if it has the same shape as the stored one.

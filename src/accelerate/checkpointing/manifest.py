@@ -219,15 +219,15 @@ class FieldRule(NamedTuple):
     required: bool = False
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= LARGEST
 
 
-def _are_counts(value: Any) -> bool:
+def _are_counts(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_count, value))
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str) and value.isprintable()
 
 

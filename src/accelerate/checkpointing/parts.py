@@ -134,7 +134,7 @@ class Payload:
     finish: Callable[[Path, Sequence[Any]], None] | None = None
 
 
-def write_state(kind: str, content: Any, path: Path) -> None:
+def write_state(kind: str, content: object, path: Path) -> None:
     """Writes the state of an object, and warns of values that `load_state` refuses to read."""
     write_torch(content, path)
     warn_of_refused(f"{kind} ({path.name})", refused_values(content))
@@ -204,7 +204,7 @@ class StatePart(Part):
 
         return Change(apply, f"{kind} ({self.name})")
 
-    def _verify(self, state: Any, reader: CheckpointReader) -> None:
+    def _verify(self, state: Mapping[str, Any], reader: CheckpointReader) -> None:
         """Verifies the state of objects of torch, while others verify it when they load it."""
         owner = getattr(self.owner, "scheduler", self.owner)
         if isinstance(owner, nn.Module) and not compatibility.loads_its_own_way(owner):
@@ -216,13 +216,13 @@ class StatePart(Part):
             compatibility.check_keys(state, ())
 
 
-def _gather_shards(state: Any, *, keep: bool) -> Any:
+def _gather_shards(state: Mapping[str, Any], *, keep: bool) -> Any:
     """Returns a state with whole tensors on the CPU, or without values if `keep` is False.
 
     Called on all ranks.
     """
 
-    def gather(value: Any) -> Any:
+    def gather(value: object) -> Any:
         whole = to_full_tensor(value)
         return whole.cpu() if keep else None
 
@@ -233,7 +233,7 @@ def _distribute(distribute: Distribute, value: Any, own: Any) -> Any:
     return distribute(value, own) if is_dtensor(own) else value
 
 
-def map_like(convert: Callable[[Any, Any], Any], state: Any, own: Any) -> Any:
+def map_like(convert: Callable[[Any, Any], Any], state: object, own: Any) -> Any:
     """Returns a nested state with converted values.
 
     Args:
@@ -293,7 +293,9 @@ class OptimizerPart(Part):
         return Change(apply, f"{kind} ({self.name})", stage)
 
 
-def _fill_whole_states(optimizer: Any, state: Mapping[str, Any], *, is_mapped: bool) -> dict[str, Any]:
+def _fill_whole_states(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, is_mapped: bool
+) -> dict[str, Any]:
     """Returns a state dict with the tensors of the optimizer, into which its values are copied."""
     numbers = (number for group in state[compatibility.GROUPS] for number in group[compatibility.PARAMETERS])
     live = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -415,7 +417,7 @@ def capture_generators() -> dict[str, Any]:
     return {_name_in_file(name): state for name, state in rng.capture().items()}
 
 
-def check_generators(states: Any) -> dict[str, Any]:
+def check_generators(states: object) -> dict[str, Any]:
     """Returns the states for the generators of this process, after setting other generators to them.
 
     Raises:
@@ -452,7 +454,7 @@ def _check_device(name: str, current: Any, state: Any) -> None:
         raise CheckpointError(f"The checkpoint holds no state that the random generator of {name} takes.")
 
 
-def seed_of(states: Any, rank: int) -> int:
+def seed_of(states: object, rank: int) -> int:
     """Returns a seed for a rank, derived from the states that rank 0 has saved."""
     state = states.get(_FILE_NAMES["torch"]) if isinstance(states, Mapping) else None
     origin = state.numpy().tobytes() if isinstance(state, Tensor) else repr(state).encode()
@@ -529,7 +531,7 @@ class LoaderPart(Part):
         return False
 
 
-def _check_position(state: Any, stream: Any) -> None:
+def _check_position(state: Any, stream: object) -> None:
     """Raises for a position that would fail when the next epoch begins."""
     if not resume.is_state(state) or not isinstance(stream, Mapping):
         raise CheckpointError("this is no position of a loader")
@@ -554,7 +556,10 @@ def number(stem: str, index: int, suffix: str) -> str:
 
 
 def state_parts(
-    schedulers: Sequence[Any], scaler: Any, custom: Sequence[Any] = (), distribute: Distribute | None = None
+    schedulers: Sequence[Any],
+    scaler: torch.amp.GradScaler | None,
+    custom: Sequence[Any] = (),
+    distribute: Distribute | None = None,
 ) -> list[StatePart]:
     """Returns the parts of schedulers, scaler and objects of the user.
 
@@ -575,7 +580,7 @@ def optimizer_parts(optimizers: Sequence[Any]) -> list[OptimizerPart]:
     ]
 
 
-def custom_part(index: int, owner: Any, distribute: Distribute | None = None) -> StatePart:
+def custom_part(index: int, owner: object, distribute: Distribute | None = None) -> StatePart:
     """Returns the part of an object of the user, by its index.
 
     Args:

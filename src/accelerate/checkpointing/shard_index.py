@@ -206,7 +206,7 @@ def _tolerant(kind: type) -> type:
     """Returns a subclass of properties of tensors, of which a newer torch may write more."""
 
     class Properties(kind):  # type: ignore[misc]
-        def __setstate__(self, state: Any) -> None:
+        def __setstate__(self, state: Mapping[str, Any]) -> None:
             dtype, layout, requires_grad, *_ = state
             self.__class__ = kind
             self.__init__(dtype, layout, requires_grad)  # type: ignore[misc]
@@ -268,7 +268,7 @@ def _check(metadata: Metadata) -> None:
             _refuse("a path that is not a tuple of names and numbers")
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value < MAX_SIZE
 
 

@@ -243,7 +243,7 @@ class OptimizerShards:
         return [p if is_owned is None else None for p, is_owned in zip(parameters, self.owned, strict=True)]
 
 
-def _whole(value: Any) -> LocalShards | PlainValue:
+def _whole(value: object) -> LocalShards | PlainValue:
     """Returns a value that is only on this rank, which saves and reads it."""
     if not isinstance(value, Tensor):
         return PlainValue(value, is_private=True)
@@ -275,7 +275,7 @@ def group_paths(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[st
     }
 
 
-def refuse_own_form(optimizer: Any, state: Any) -> None:
+def refuse_own_form(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Raises for a state dict in a form of its own, in which shards are not found."""
     if not has_form(state):
         raise CheckpointError(
@@ -284,7 +284,7 @@ def refuse_own_form(optimizer: Any, state: Any) -> None:
         )
 
 
-def refuse_unnamed_state(optimizer: Any, state: Mapping[str, Any]) -> None:
+def refuse_unnamed_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Raises for a state dict with state that belongs to no parameter, which could not be loaded."""
     refuse_own_form(optimizer, state)
     unknown = [str(key) for key in state[STATE] if not isinstance(key, int)]
@@ -296,7 +296,9 @@ def refuse_unnamed_state(optimizer: Any, state: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_other_optimizer(index: ShardIndex, known: Container[str], groups: int, optimizer: Any) -> None:
+def refuse_other_optimizer(
+    index: ShardIndex, known: Container[str], groups: int, optimizer: torch.optim.Optimizer
+) -> None:
     """Raises if a folder has other parameters or groups than an optimizer."""
     wrong = [path for path in index.paths if not _is_path_in_optimizer(path)]
     if wrong:
@@ -323,7 +325,7 @@ def _is_path_in_optimizer(path: KeyPath) -> bool:
 
 
 def loaded_groups(
-    optimizer: Any, values: Mapping[KeyPath, Any], numbers: Mapping[str, int]
+    optimizer: torch.optim.Optimizer, values: Mapping[KeyPath, Any], numbers: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     """Returns the groups of the optimizer's state dict with the options that were read.
 
@@ -354,7 +356,7 @@ def loaded_groups(
 
 
 def optimizer_change(
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer,
     states: Mapping[Any, Any],
     groups: Sequence[Mapping[str, Any]],
     reader: CheckpointReader,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from accelerate.checkpointing.parts import (
     state_parts,
 )
 from accelerate.state import PartialState
+
+if TYPE_CHECKING:
+    from torch.serialization import MAP_LOCATION
 
 Folder = str | os.PathLike[str]
 
@@ -80,7 +83,7 @@ def load_accelerator_state(
     dataloaders: Sequence[Any],
     process_index: int,
     scaler: Any = None,
-    map_location: Any = None,
+    map_location: MAP_LOCATION = None,
     load_kwargs: Mapping[str, Any] | None = None,
     **load_model_func_kwargs: Any,
 ) -> dict[str, Any]:
@@ -121,7 +124,7 @@ def load_accelerator_state(
     return {"step": step if isinstance(step, int) else 0}
 
 
-def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node: bool = False) -> None:
+def save_custom_state(obj: object, path: Folder, index: int = 0, save_on_each_node: bool = False) -> None:
     """Writes the state of an object of the user to its file.
 
     Called on all ranks.
@@ -135,7 +138,7 @@ def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node:
     _save([custom_part(index, obj)], Path(path), save_on_each_node)
 
 
-def load_custom_state(obj: Any, path: Folder, index: int = 0) -> None:
+def load_custom_state(obj: object, path: Folder, index: int = 0) -> None:
     """Loads the state of an object of the user from its file.
 
     Args:

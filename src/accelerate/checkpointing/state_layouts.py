@@ -8,13 +8,16 @@ they are loaded as the distributed or plain tensors that they were.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from accelerate.base import CheckpointError
 from accelerate.nested import iterate_tensors
 from accelerate.ops import is_dtensor
+
+if TYPE_CHECKING:
+    import torch
 
 LAYOUTS = "layouts"
 """Key of the layouts in a state dict of an optimizer, by parameter and key of the state."""
@@ -47,7 +50,7 @@ def layouts_of(states: Mapping[Any, Any], parameters: Mapping[Any, Any]) -> dict
     return {key: layouts for key, layouts in found.items() if layouts}
 
 
-def refuse_inner_dtensors(name: str, value: Any) -> None:
+def refuse_inner_dtensors(name: str, value: object) -> None:
     """Raises for DTensors inside a list, tuple or dictionary, which are not saved in shards."""
     if not isinstance(value, Tensor) and any(map(is_dtensor, iterate_tensors(value))):
         raise CheckpointError(
@@ -71,7 +74,7 @@ def _layout_of(name: str, value: Any, parameter: Any) -> list[str] | None:
     return [_encode(name, own, like) for own, like in pairs]
 
 
-def _encode(name: str, own: Any, like: Any) -> str:
+def _encode(name: str, own: Any, like: torch.Tensor) -> str:
     if own.is_replicate():
         return "R"
     if own == like and hasattr(own, "dim"):
@@ -85,7 +88,7 @@ def _encode(name: str, own: Any, like: Any) -> str:
 
 
 def place_state(
-    name: str, value: Any, parameter: Any, layout: Sequence[str] | None = None, live: Any = None
+    name: str, value: Any, parameter: Any, layout: Sequence[str] | None = None, live: object = None
 ) -> Any:
     """Returns the placements of the state of a parameter, or None for a plain tensor or another value.
 

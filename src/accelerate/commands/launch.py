@@ -114,7 +114,7 @@ ENDED_BY_USER = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM,
 class LaunchParser(CustomArgumentParser):
     """Parser that records the flags that were given."""
 
-    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: object = None) -> Any:
         """Parses arguments as argparse does, and sets the attribute ``given`` of the namespace."""
         words: Sequence[str] = sys.argv[1:] if args is None else list(args)
         self._words = words

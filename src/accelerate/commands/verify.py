@@ -249,7 +249,7 @@ def _reference_flags(settings: Settings, flags: Sequence[str], folder: Path) -> 
 class VerifyParser(LaunchParser):
     """Parser that keeps its arguments, of which most are passed on to `accelerate launch`."""
 
-    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: object = None) -> Any:
         """Parses arguments as argparse does, and sets the attribute ``words`` of the namespace."""
         parsed, rest = super().parse_known_args(args, namespace)
         parsed.words = list(self._words)

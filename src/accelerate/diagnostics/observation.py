@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -113,7 +113,7 @@ def _wait_for_reader(reader: Any, innermost: FrameType) -> BatchWait:
     return find_wait(frame) or BatchWait(token, None, frame, _DATASET)
 
 
-def _describe_workers(iterator: Any) -> str:
+def _describe_workers(iterator: Iterator[Any]) -> str:
     workers, tasks = loader_workers(iterator), loader_tasks(iterator)
     # Workers with unfinished tasks, beginning with the worker of the next batch.
     pending = list(dict.fromkeys(task[0] for task in tasks if len(task) == 1))
@@ -301,7 +301,7 @@ class LoaderWatch(WorkersObserver):
     def __init__(self, limits: Limits, reporter: HangReporter) -> None:
         self._limits, self._reporter = limits, reporter
 
-    def follow(self, iterator: Any) -> None:
+    def follow(self, iterator: Iterator[Any]) -> None:
         """Watches an iterator until it is deleted.
 
         Called in the thread that waits for its batches.

@@ -52,7 +52,7 @@ class Transfer:
                 weight.reshape(-1).view(torch.uint8)[::PAGE].sum()
         return weights
 
-    def receive(self, fetched: Any) -> Any:
+    def receive(self, fetched: object) -> Any:
         """Returns the weights that `fetch` loaded, ready for use in the current thread."""
         return fetched
 

@@ -199,7 +199,7 @@ class DiLoCo(LocalSGD):
             for optimizer in optimizers:
                 optimizer.observers = tuple(each for each in optimizer.observers if each is not self)
 
-    def before_step(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises an error for a step inside of `applied`, whose result would be lost at its end."""
         raise StateError(
             f"optimizer.step() inside of applied() would train the global parameters of "
@@ -335,7 +335,7 @@ def _check_parameters(parameters: Sequence[Tensor], num_fragments: int) -> None:
             )
 
 
-def _build_optimizer(build: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _build_optimizer(build: object, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Returns the optimizer that a function of the user builds, after verification."""
     fix = "Pass a function of a list of parameters, such as functools.partial(torch.optim.SGD, lr=0.7)"
     if isinstance(build, torch.optim.Optimizer) or not callable(build):

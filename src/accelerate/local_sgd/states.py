@@ -59,7 +59,7 @@ class RankState(Part):
     def _runtime(self) -> Any:
         return self.owner.accelerator._runtime
 
-    def _name_of(self, rank: Any) -> str:
+    def _name_of(self, rank: object) -> str:
         return f"local_sgd_{self.index}_{rank}.bin"
 
     def _items(self) -> list[StateItem]:
@@ -79,7 +79,7 @@ class RankState(Part):
         inner = self._runtime.strategy.unwrap(self.owner.model, keep_compiled=False)
         return {name: tensor.detach() for name, tensor in trained_and_buffers(inner)}
 
-    def _check(self, state: Any) -> None:
+    def _check(self, state: Mapping[str, Any]) -> None:
         """Raises for a state that does not fit the objects of this run."""
         check_tensors(self._tensors(), state["tensors"])
         items, states = self._items(), {kind: state.get(kind, ()) for kind in KINDS}
@@ -106,7 +106,7 @@ def trained_and_buffers(inner: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from inner.named_buffers()
 
 
-def check_tensors(own: Mapping[str, Tensor], saved: Any) -> None:
+def check_tensors(own: Mapping[str, Tensor], saved: object) -> None:
     """Raises for tensors in a checkpoint that have other names or shapes."""
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"it holds a {type(saved).__name__} in place of tensors")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -291,7 +291,7 @@ class StepClock:
         """Seconds of waiting for batches in the open window."""
         return self._seconds[DATA] - self._no_wait
 
-    def pass_ended(self, loader: Any) -> None:
+    def pass_ended(self, loader: Iterable[Any]) -> None:
         """Ends a pass over a loader, which was an evaluation if no optimizer has stepped in it."""
         open_passes = self._passes.pop(id(loader), [])
         if not open_passes:  # it began before a reset

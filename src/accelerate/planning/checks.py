@@ -19,7 +19,7 @@ UNTRACEABLE_OPTIMIZERS: dict[type[torch.optim.Optimizer], str] = {
 """Optimizer -> reason why its step cannot be traced."""
 
 
-def check_step(model: Any, optimizers: Sequence[Any], batch: Any) -> None:
+def check_step(model: object, optimizers: Sequence[Any], batch: object) -> None:
     """Raises an error for a model, an optimizer or a batch that cannot be traced."""
     if not isinstance(model, nn.Module):
         raise wrong_value("model", model, "it is no torch.nn.Module", "Pass the model itself")
@@ -54,7 +54,7 @@ def _check_modules(model: nn.Module) -> None:
             raise wrong_value("model", name, reason, "Plan with sparse=False, which needs more memory")
 
 
-def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
+def _check_optimizer(optimizer: object, model: nn.Module) -> None:
     name = type(optimizer).__name__
     if not hasattr(optimizer, "param_groups"):
         reason = "it is no torch.optim.Optimizer"
@@ -70,7 +70,7 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
         raise wrong_value("optimizer", name, reason, "Pass an optimizer of model.parameters()")
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: object) -> None:
     """Raises an error for a loss without a backward pass."""
     fix = "Return a tensor with one element that depends on the parameters of the model"
     if not isinstance(loss, Tensor):

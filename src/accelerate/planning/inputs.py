@@ -54,18 +54,18 @@ def batch_for(model: nn.Module, batch_size: int, length: int | None) -> dict[str
     return batch
 
 
-def _max_length(config: Any) -> int | None:
+def _max_length(config: object) -> int | None:
     names = ("max_position_embeddings", "n_positions", "max_target_positions")
     texts = (config, getattr(config, "text_config", None))
     sizes = (getattr(text, name, None) for text in texts for name in names)
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
-def _indices(config: Any, shape: tuple[int, ...]) -> Tensor:
+def _indices(config: object, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=torch.long, device="meta")
 
 
-def _images(config: Any, shape: tuple[int, ...]) -> Tensor:
+def _images(config: object, shape: tuple[int, ...]) -> Tensor:
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", None) or DEFAULT_IMAGE_SIZE
     height, width = (size, size) if isinstance(size, int) else size

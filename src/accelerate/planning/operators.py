@@ -66,7 +66,7 @@ LARGEST_RESULTS: Mapping[Any, Callable[..., Any]] = {
 
 
 def _grouped_mm(
-    first: Tensor, second: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+    first: Tensor, second: Tensor, offs: Tensor | None = None, bias: object = None, out_dtype: Any = None
 ) -> Tensor:
     """Returns the result of a product of groups of rows, each with its own matrix.
 
@@ -160,7 +160,11 @@ class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
             self.values[fake] = value.detach().to("cpu", copy=True)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         self.current = func
@@ -190,7 +194,7 @@ class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
         self._store_results(func, args, kwargs, result, value)
         return result
 
-    def _allocate_intermediates(self, func: Any, args: Sequence[Any]) -> None:
+    def _allocate_intermediates(self, func: Callable[..., Any], args: Sequence[Any]) -> None:
         """Allocates and frees the matrices that an operator of linear algebra has besides its results.
 
         Those of other devices are the same, and are measured once with small matrices on the CPU.
@@ -202,7 +206,7 @@ class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
         if size := round(self.intermediates[key] * sum(tensor.nbytes for tensor in tensors)):
             tensors[0].new_empty(size, dtype=torch.uint8)
 
-    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs an operator on fake tensors.
 
         An operator that needs values runs on the known values, with ones for tensors without known values.
@@ -292,7 +296,7 @@ class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
                 result.zero_()
         return result
 
-    def _on_cpu(self, argument: Any) -> Any:
+    def _on_cpu(self, argument: object) -> Any:
         if isinstance(argument, Tensor):
             return self._value(argument)
         if isinstance(argument, (list, tuple)):
@@ -300,7 +304,12 @@ class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
         return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
     def _store_results(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, value: Any
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: object,
+        value: object,
     ) -> None:
         """Stores the values of the results of an operator, and removes those of modified tensors."""
         if value is None and (names := torch_private.mutated_by(func)):
@@ -332,7 +341,11 @@ class ConversionMode(TorchFunctionMode):
         self.operators = operators
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if getattr(func, "__name__", "") == "_pad_packed_sequence":
             return _pad_packed(*args, **(kwargs or {}))
@@ -361,10 +374,10 @@ def _pad_packed(
     return padded.transpose(0, 1) if batch_first else padded, lengths
 
 
-def _measure_intermediates(func: Any, args: Sequence[Any]) -> float:
+def _measure_intermediates(func: Callable[..., Any], args: Sequence[Any]) -> float:
     """Returns the bytes of the intermediate tensors of an operator, relative to those of its arguments."""
 
-    def small(argument: Any) -> Any:
+    def small(argument: object) -> Any:
         if not isinstance(argument, Tensor):
             return argument
         shape = [min(size, MAX_MEASURED) for size in argument.shape]
@@ -387,11 +400,11 @@ def _measure_intermediates(func: Any, args: Sequence[Any]) -> float:
     return inside / max(sum(tensor.nbytes for tensor in iterate_tensors(real)), 1)
 
 
-def _name_of(func: Any) -> str:
+def _name_of(func: Callable[..., Any]) -> str:
     return getattr(getattr(func, "overloadpacket", None), "__name__", "")
 
 
-def _is_loss(func: Any) -> bool:
+def _is_loss(func: Callable[..., Any]) -> bool:
     name = _name_of(func)
     return name.endswith("_loss") or name == "binary_cross_entropy"
 
@@ -400,7 +413,7 @@ def _is_small(tensor: Tensor) -> bool:
     return tensor.numel() <= (MAX_FLOATS if tensor.is_floating_point() else MAX_INTEGERS)
 
 
-def _like(value: Any, args: Sequence[Any]) -> Any:
+def _like(value: object, args: Sequence[Any]) -> Any:
     """Returns fake tensors with the shapes and dtypes of real ones."""
     if isinstance(value, (list, tuple)):
         return tuple(_like(element, args) for element in value)

@@ -65,7 +65,7 @@ class Step:
     find_experts: Callable[[nn.Module], Sequence[nn.Module]] = lambda model: ()
 
 
-def loss_of(model: nn.Module, batch: Any) -> Tensor:
+def loss_of(model: nn.Module, batch: object) -> Tensor:
     """Returns the loss in the output of a model for a batch, as models of transformers have it."""
     if isinstance(batch, Mapping):
         output = model(**batch)
@@ -95,7 +95,7 @@ def loss_or_sum(model: nn.Module, batch: tuple[Sequence[Any], Mapping[str, Any]]
     return torch.stack([total.real.double() for total in trained]).sum() if trained else torch.zeros(())
 
 
-def _loss_in(output: Any) -> Tensor | None:
+def _loss_in(output: object) -> Tensor | None:
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     first = output[0] if named is None and isinstance(output, (tuple, list)) and output else named
     return first if isinstance(first, Tensor) else None
@@ -196,7 +196,7 @@ def _restored_generators() -> Iterator[None]:
         random.setstate(of_python)
 
 
-def _fake_copies(mode: Any, step: Step) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+def _fake_copies(mode: object, step: Step) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     """Returns copies of the model and the optimizers, both with the same fake parameters."""
     tensors = {id(tensor): tensor for tensor in _tensors_of(step.model, step.optimizers)}
     memo: dict[int, Any] = {key: _fake(mode, tensor, step.device) for key, tensor in tensors.items()}
@@ -240,7 +240,7 @@ def _tensors_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def batch_size_of(batch: Any) -> int:
+def batch_size_of(batch: object) -> int:
     """Returns the size of dimension 0 of the first tensor in a batch."""
     size = next((tensor.shape[0] for tensor in iterate_tensors(batch) if tensor.ndim), None)
     if size is None:
@@ -299,7 +299,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> float:
 class _Moments:
     """Records the bytes of each part after each operator that a memory tracker observes."""
 
-    def __init__(self, tracker: Any, operators: OperatorMode, device: torch.device) -> None:
+    def __init__(self, tracker: object, operators: OperatorMode, device: torch.device) -> None:
         self.tracker, self.operators, self.device = tracker, operators, device
         self.names: list[int] = []
         self.sizes: list[list[float]] = []
@@ -340,13 +340,15 @@ def _run(step: Step, tracker: Any, operators: OperatorMode, master_ratio: float)
     moments = _Moments(tracker, operators, step.device)
     operators.before_each = partial(torch_private.find_recomputation, tracker)
 
-    def keep(model: nn.Module, args: Any, output: Any) -> None:
+    def keep(model: nn.Module, args: tuple[Any, ...], output: object) -> None:
         kept[:] = [output]
 
-    def count(block: nn.Module, args: Any, output: Any) -> None:
+    def count(block: nn.Module, args: tuple[Any, ...], output: object) -> None:
         outputs[block] = sum(tensor.numel() * tensor.element_size() for tensor in iterate_tensors(output))
 
-    def count_rows(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def count_rows(
+        module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: object
+    ) -> None:
         hidden, indices = list(iterate_tensors((args, kwargs)))[:2]
         dispatched[module] = hidden.nbytes * indices.shape[-1]
 

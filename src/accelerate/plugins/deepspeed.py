@@ -112,7 +112,7 @@ class DeepSpeedPlugin:
         self._read_flags(variables)
 
     def _load_config(
-        self, source: Any, arguments: Mapping[str, Any], variables: Mapping[str, Any]
+        self, source: object, arguments: Mapping[str, Any], variables: Mapping[str, Any]
     ) -> list[str]:
         """Replaces "auto" in a configuration by arguments and variables, and sets the fields from it."""
         self.hf_ds_config = source if isinstance(source, HfDeepSpeedConfig) else HfDeepSpeedConfig(source)
@@ -150,7 +150,7 @@ class DeepSpeedPlugin:
         """Returns whether a value of the configuration is "auto"."""
         return bool(self.get_value(ds_key_long) == AUTO)
 
-    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+    def get_value(self, ds_key_long: str, default: object = None) -> Any:
         """Returns a value of the configuration by its dotted name, or `default` if it has none."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 

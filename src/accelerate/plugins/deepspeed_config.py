@@ -41,7 +41,7 @@ class HfDeepSpeedConfig:
         ConfigurationError: The argument is none of these, or is not valid JSON.
     """
 
-    def __init__(self, config_file_or_dict: Any) -> None:
+    def __init__(self, config_file_or_dict: object) -> None:
         self.config: dict[str, Any] = read_config(config_file_or_dict)
         self.set_stage_and_offload()
 
@@ -62,7 +62,7 @@ class HfDeepSpeedConfig:
         """
         return find_node(self.config, ds_key_long)
 
-    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+    def get_value(self, ds_key_long: str, default: object = None) -> Any:
         """Returns a value by its dotted name, or `default` if there is none."""
         return look_up(self.config, ds_key_long, default)
 
@@ -142,7 +142,7 @@ class AutoValues:
         else:
             config[key] = self.filled[name] = new_value
 
-    def _line(self, name: str, value: Any) -> str:
+    def _line(self, name: str, value: object) -> str:
         source = self.sources.get(name, "an argument")
         expected = shown(self.values[name])
         return f"{name} is {shown(value)} in the DeepSpeed configuration, and {expected} by {source}"
@@ -225,7 +225,7 @@ def read_variables(variables: Mapping[str, str]) -> dict[str, Any]:
     return {**values, FIELDS_OF_FILE: set(split_names(variables.get(FIELDS_OF_FILE)))}
 
 
-def config_of(fields: Any) -> dict[str, Any]:
+def config_of(fields: object) -> dict[str, Any]:
     """Returns the configuration for the fields of a plugin, with "auto" for values that are known later."""
     config = {"train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO}
     for name, key in KEYS.items():
@@ -239,7 +239,7 @@ def config_of(fields: Any) -> dict[str, Any]:
     return config
 
 
-def _add(config: dict[str, Any], key: str, value: Any) -> None:
+def _add(config: dict[str, Any], key: str, value: object) -> None:
     *parents, last = key.split(".")
     for parent in parents:
         config = config.setdefault(parent, {})
@@ -312,7 +312,7 @@ def config_to_build(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**complete, "train_micro_batch_size_per_gpu": 1 if batch is None else batch}
 
 
-def register_with_transformers(config: Mapping[str, Any], sharded: bool, current: Any) -> Any:
+def register_with_transformers(config: Mapping[str, Any], sharded: bool, current: object) -> Any:
     """Informs transformers whether models are sharded while they are built.
 
     Returns:

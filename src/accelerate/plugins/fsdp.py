@@ -269,7 +269,7 @@ def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] 
     return next((type(inner) for inner in module.modules() if type(inner).__name__ == name), None)
 
 
-def read_policy(value: Any) -> Policy | None:
+def read_policy(value: object) -> Policy | None:
     """Returns torch's wrap policy for a name in any case, None for "no_wrap", and other values unchanged."""
     if value is None or callable(value):
         return value

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
@@ -35,7 +35,7 @@ T = TypeVar("T", contravariant=True)
 class Converted(Protocol[T]):
     """Type of a field that accepts `T` and holds torch's object after construction, for type checkers."""
 
-    def __get__(self, plugin: object, kind: Any = None) -> Any: ...
+    def __get__(self, plugin: object, kind: object = None) -> Any: ...
     def __set__(self, plugin: object, value: T) -> None: ...
 
 
@@ -68,13 +68,13 @@ def torch_class(name: str) -> Any:
     return getattr(import_module("torch.distributed.fsdp"), name)
 
 
-def flag_of(plugin: Any, name: str, variables: Mapping[str, Any]) -> bool:
+def flag_of(plugin: object, name: str, variables: Mapping[str, Any]) -> bool:
     """Returns the boolean of a field, else of its variable, else False."""
     value = getattr(plugin, name)
     return read_flag(name, variables.get(name, False) if value is None else value)
 
 
-def read_member(field: str, value: Any, class_name: str, names: list[str]) -> Any:
+def read_member(field: str, value: object, class_name: str, names: list[str]) -> Any:
     """Returns the member of one of torch's enumerations for a name in any case."""
     kind = torch_class(class_name)
     if isinstance(value, kind):
@@ -82,7 +82,7 @@ def read_member(field: str, value: Any, class_name: str, names: list[str]) -> An
     return kind[one_of(field, str(plain_value(value)).upper(), names, value, KeyError)]
 
 
-def read_strategy(field: str, value: Any) -> ShardingStrategy:
+def read_strategy(field: str, value: object) -> ShardingStrategy:
     """Returns the sharding strategy of FSDP 1 for a name in any case, or for a number from 1."""
     text = str(plain_value(value)).upper()
     if text.isdecimal() and 1 <= int(text) <= len(FSDP_SHARDING_STRATEGY):
@@ -92,7 +92,7 @@ def read_strategy(field: str, value: Any) -> ShardingStrategy:
     return read_member(field, value, "ShardingStrategy", FSDP_SHARDING_STRATEGY)  # type: ignore[no-any-return]
 
 
-def read_prefetch(value: Any) -> BackwardPrefetch | None:
+def read_prefetch(value: object) -> BackwardPrefetch | None:
     """Returns the backward prefetch of FSDP 1, or None for no prefetch."""
     if value is None or str(plain_value(value)).upper() == "NO_PREFETCH":
         return None
@@ -110,7 +110,7 @@ def state_dict_configs(kind: str) -> tuple[Any, Any]:
     return models, optimizers
 
 
-def read_dtype(value: Any) -> torch.dtype:
+def read_dtype(value: object) -> torch.dtype:
     """Returns the dtype for "fp8", "fp16", "bf16", "fp32" or a dtype."""
     import torch
 
@@ -121,7 +121,7 @@ def read_dtype(value: Any) -> torch.dtype:
     return getattr(torch, COMPUTE_DTYPES[text])  # type: ignore[no-any-return]
 
 
-def dtype_of_field(name: str, value: Any) -> Any:
+def dtype_of_field(name: str, value: object) -> Any:
     """Returns the value of a field of a policy, as a dtype if the name of the field ends with "_dtype"."""
     import torch
 
@@ -167,14 +167,14 @@ class FsdpVersion(ABC):
             raise wrong_value("mixed_precision_policy", value, reason, f"Use some of {', '.join(known)}")
         return kind(**{name: dtype_of_field(name, entry) for name, entry in value.items()})
 
-    def check_policy(self, policy: Any) -> None:
+    def check_policy(self, policy: Callable[..., Any] | None) -> None:
         """Raises an error for a mixed precision policy of the other version."""
         if policy is not None and not isinstance(policy, torch_class(self.policy_name)):
             reason = f"fsdp_version={self.number} takes torch.distributed.fsdp.{self.policy_name}"
             fix = "Give that, a dictionary of its fields, or the name of a precision, such as 'bf16'"
             raise wrong_value("mixed_precision_policy", policy, reason, fix)
 
-    def offload_of(self, value: Any) -> Any:
+    def offload_of(self, value: object) -> Any:
         """Returns torch's object of CPU offload for a boolean or an object."""
         kinds = tuple(torch_class(version.offload_name) for version in VERSIONS.values())
         if not isinstance(value, kinds):

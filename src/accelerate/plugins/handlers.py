@@ -289,7 +289,7 @@ class ProfileKwargs(KwargsHandler):
             return callback
         cycles = itertools.count(1)
 
-        def call_and_export(profiler: Any) -> None:
+        def call_and_export(profiler: object) -> None:
             if callback is not None:
                 callback(profiler)
             _export_trace(profiler, Path(folder), next(cycles))

@@ -159,7 +159,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         MSAMPRecipeKwargs.__post_init__(self)
 
 
-def _upper(value: Any) -> Any:
+def _upper(value: object) -> Any:
     return value.upper() if isinstance(value, str) else value
 
 

@@ -294,7 +294,7 @@ class MegatronLMPlugin:
             self.set_tensorboard_logging_options()
         self.megatron_lm_default_args.update(self.other_megatron_args or {})
 
-    def set_network_size_args(self, model: nn.Module, batch_data: Any = None) -> None:
+    def set_network_size_args(self, model: nn.Module, batch_data: object = None) -> None:
         """Sets the sizes of the network from the configuration of a model.
 
         Args:
@@ -393,7 +393,7 @@ class MegatronLMPlugin:
             self.megatron_lm_default_args.setdefault(name, value)
 
 
-def optimizer_kind(optimizer: Any) -> str:
+def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
     """Returns Megatron-LM's name for the kind of a torch optimizer.
 
     Raises a `ConfigurationError` if Megatron-LM has no such optimizer.
@@ -409,7 +409,7 @@ def optimizer_kind(optimizer: Any) -> str:
 # The checks below yield one line for each problem.
 
 
-def read_backend(value: Any) -> Any:
+def read_backend(value: object) -> Any:
     """Returns the name of an attention backend, "auto" for True, and None for False."""
     words: dict[Any, str | None] = {True: "auto", "true": "auto", False: None, "false": None}
     key = value.lower() if isinstance(value, str) else value

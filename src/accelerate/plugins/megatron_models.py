@@ -45,7 +45,7 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
 
 @add_model_config_to_megatron_parser("megatron-bert")
 @add_model_config_to_megatron_parser("bert")
-def parse_bert_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
+def parse_bert_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: object) -> None:
     """Sets the sizes of a BERT, of which Megatron-LM itself has only the pretraining heads."""
     config, plugin = _Config(model), megatron_lm_plugin
     name = type(model).__name__
@@ -65,7 +65,7 @@ def parse_bert_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, ba
 
 
 @add_model_config_to_megatron_parser("gpt2")
-def parse_gpt2_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
+def parse_gpt2_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: object) -> None:
     """Sets the sizes of a GPT-2."""
     config = _Config(
         model,
@@ -83,7 +83,7 @@ def parse_gpt2_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, ba
 
 
 @add_model_config_to_megatron_parser("t5")
-def parse_t5_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
+def parse_t5_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: object) -> None:
     """Sets the sizes of a T5."""
     config = _Config(
         model,
@@ -115,7 +115,7 @@ def parse_t5_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batc
 
 
 @add_model_config_to_megatron_parser("llama")
-def parse_llama_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
+def parse_llama_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: object) -> None:
     """Sets the sizes of a Llama."""
     config = _Config(model)
     _set_decoder(megatron_lm_plugin, config, batch_data, "Llama2Tokenizer")
@@ -123,7 +123,7 @@ def parse_llama_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, b
 
 
 @add_model_config_to_megatron_parser("glm4_moe")
-def parse_glm4_moe_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
+def parse_glm4_moe_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: object) -> None:
     """Sets the sizes of a GLM-4 with experts."""
     config = _Config(model)
     _set_decoder(megatron_lm_plugin, config, batch_data, "HuggingFaceTokenizer")
@@ -178,7 +178,7 @@ class _Config:
         reason = f"a model of type {self.model_type} needs it, and its configuration has none"
         raise wrong_value(f"config.{key}", None, reason, "Give the model a complete configuration")
 
-    def rope(self, name: str, default: Any) -> Any:
+    def rope(self, name: str, default: object) -> Any:
         """Returns an option of rotary positions, which newer configurations have in a separate dictionary."""
         entry: Mapping[str, Any] = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
         return entry.get(name, self.values.get(name, default))
@@ -201,7 +201,7 @@ def _common(plugin: MegatronLMPlugin, config: _Config, family: str, pretraining:
     }
 
 
-def _set_decoder(plugin: MegatronLMPlugin, config: _Config, batch_data: Any, tokenizer: str) -> None:
+def _set_decoder(plugin: MegatronLMPlugin, config: _Config, batch_data: object, tokenizer: str) -> None:
     """Sets the sizes that all autoregressive models have."""
     length = plugin.seq_length or plugin.decoder_seq_length
     plugin.seq_length = _length(length, batch_data, "input_ids", config)
@@ -239,7 +239,7 @@ def _position_embedding_type(plugin: MegatronLMPlugin, default: str) -> str:
     return "rope" if is_rotary else "learned_absolute"
 
 
-def _length(configured: int | None, batch_data: Any, key: str, config: _Config) -> int:
+def _length(configured: int | None, batch_data: object, key: str, config: _Config) -> int:
     """Returns the configured sequence length, else that of the batch, else the maximum of the model."""
     if configured is not None:
         return configured

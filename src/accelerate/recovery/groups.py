@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
+    import torch
+
     from accelerate.strategies import Prepared
 
 Result = TypeVar("Result")
@@ -53,7 +55,9 @@ class ReplicaGroups:
     def drive(self, accumulation: DrivenAccumulation) -> None:
         """Sets the accumulation whose micro-batches the loaders of the groups begin."""
 
-    def prepare_loader(self, loader: Any, prepare: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    def prepare_loader(
+        self, loader: Iterable[Any], prepare: Callable[..., Any], options: Mapping[str, Any]
+    ) -> Any:
         """Returns a prepared loader, and adds it to the prepared objects.
 
         Args:
@@ -65,10 +69,10 @@ class ReplicaGroups:
         self._prepared.loaders.append(prepared)
         return prepared
 
-    def prepare_optimizer(self, optimizer: Any) -> None:
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Lets the groups decide together whether a prepared optimizer takes a step."""
 
-    def prepare_scheduler(self, scheduler: Any) -> None:
+    def prepare_scheduler(self, scheduler: object) -> None:
         """Lets a prepared scheduler count the batches of all groups."""
 
     def check_use(self, name: str, value: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
@@ -182,7 +182,7 @@ class Recovery(ReplicaGroups):
         self._accumulation = accumulation
 
     def prepare_loader(
-        self, loader: Any, prepare: Callable[..., Any], options: Mapping[str, Any]
+        self, loader: Iterable[Any], prepare: Callable[..., Any], options: Mapping[str, Any]
     ) -> RecoveryLoader:
         """Returns a loader that divides the batches of a step among the members."""
         check_loader(loader)

@@ -41,7 +41,7 @@ class MemberTransport(Transport):
         self._sum(parts.reshape(-1).view(torch.uint8))
         return parts.flatten(0, 1)
 
-    def gather_object(self, obj: Any) -> list[Any]:
+    def gather_object(self, obj: object) -> list[Any]:
         data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         lengths = self.gather(torch.tensor([len(data)])).tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -55,7 +55,7 @@ class MemberTransport(Transport):
         rows = self.gather(tensor.unsqueeze(0))
         return tensor if self.rank == source else tensor.detach().copy_(rows[source])
 
-    def broadcast_object(self, obj: Any, source: int = 0) -> Any:
+    def broadcast_object(self, obj: object, source: int = 0) -> Any:
         objects = self.gather_object(obj if self.rank == source else None)
         return obj if self.rank == source else objects[source]
 

@@ -190,7 +190,7 @@ def problems_of_fields(fields: Any) -> list[str]:
     return problems
 
 
-def _problems_of_offload(fields: Any, name: str) -> list[str]:
+def _problems_of_offload(fields: Mapping[str, Any], name: str) -> list[str]:
     device = getattr(fields, f"offload_{name}_device")
     path = getattr(fields, f"offload_{name}_nvme_path")
     if device is None or str(device).lower() in (*DEVICES[:2], AUTO):

@@ -84,12 +84,12 @@ class CustomArgumentParser(_BothSpellings, argparse.ArgumentParser):
         self._action_groups.append(group)
         return group
 
-    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Iterable[str] | None = None, namespace: object = None) -> Any:
         """Parses as argparse does, and stores the arguments to name the command in errors."""
         self._words = sys.argv[1:] if args is None else list(args)
         return super().parse_args(self._words, namespace)
 
-    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: object = None) -> Any:
         """Parses as argparse does, and reports all invalid values in one message."""
         self._wrong: list[str] = []
         parsed = super().parse_known_args(args, namespace)

@@ -112,7 +112,7 @@ def _draw(
     return own.requires_grad_() if requires_grad else own
 
 
-def _factory(batch: Batch, original: Any) -> Any:
+def _factory(batch: Batch, original: Callable[..., Any]) -> Any:
     def factory(*args: Any, **kwargs: Any) -> Any:
         size = kwargs.get("size", args[0] if args and isinstance(args[0], (tuple, list)) else args)
         if not _has_rows(batch, size, kwargs):
@@ -123,7 +123,7 @@ def _factory(batch: Batch, original: Any) -> Any:
     return factory
 
 
-def _randint(batch: Batch, original: Any) -> Any:
+def _randint(batch: Batch, original: Callable[..., Any]) -> Any:
     def randint(*args: Any, **kwargs: Any) -> Any:
         size = kwargs.get("size", args[-1] if args else ())
         if not (isinstance(size, (tuple, list)) and _has_rows(batch, size, kwargs)):
@@ -135,7 +135,7 @@ def _randint(batch: Batch, original: Any) -> Any:
     return randint
 
 
-def _alike(batch: Batch, original: Any, factory: Any) -> Any:
+def _alike(batch: Batch, original: Callable[..., Any], factory: Callable[..., Any]) -> Any:
     def alike(input: Tensor, *args: Any, **kwargs: Any) -> Any:  # the name of torch's argument
         if type(input) is not Tensor or "high" in kwargs or not _has_rows(batch, input.shape, kwargs):
             return original(input, *args, **kwargs)
@@ -148,7 +148,7 @@ def _alike(batch: Batch, original: Any, factory: Any) -> Any:
     return alike
 
 
-def _normal(batch: Batch, original: Any, factory: Any) -> Any:
+def _normal(batch: Batch, original: Callable[..., Any], factory: Any) -> Any:
     def normal(mean: Any, std: Any = 1.0, *args: Any, **kwargs: Any) -> Any:
         like = next((value for value in (mean, std) if isinstance(value, Tensor)), None)
         size = kwargs.get("size", args[0] if args else ()) if like is None else like.shape
@@ -161,7 +161,7 @@ def _normal(batch: Batch, original: Any, factory: Any) -> Any:
     return normal
 
 
-def _bernoulli(batch: Batch, original: Any, factory: Any) -> Any:
+def _bernoulli(batch: Batch, original: Callable[..., Any], factory: Callable[..., Any]) -> Any:
     def bernoulli(input: Tensor, *args: Any, **kwargs: Any) -> Any:  # the name of torch's argument
         is_plain = type(input) is Tensor and not args and "p" not in kwargs
         if not is_plain or not _has_rows(batch, input.shape, kwargs):
@@ -172,7 +172,7 @@ def _bernoulli(batch: Batch, original: Any, factory: Any) -> Any:
     return bernoulli
 
 
-def _randperm(batch: Batch, original: Any) -> Any:
+def _randperm(batch: Batch, original: Callable[..., Any]) -> Any:
     def randperm(n: int, *args: Any, **kwargs: Any) -> Any:
         is_joined = batch.rows is not None and n == batch.rows and n % batch.num_joined == 0
         if batch.num_groups * batch.num_joined == 1 or not is_joined or not _has_rows(batch, (n,), kwargs):
@@ -185,7 +185,7 @@ def _randperm(batch: Batch, original: Any) -> Any:
     return randperm
 
 
-def _by_parameters(batch: Batch, original: Any, factory: Any) -> Any:
+def _by_parameters(batch: Batch, original: Callable[..., Any], factory: Callable[..., Any]) -> Any:
     def draw(*args: Any, **kwargs: Any) -> Any:
         parameters: Any = args[0] if args else kwargs.get("input")
         rows, has_rows = batch.rows or 0, type(parameters) is Tensor and parameters.ndim > 0
@@ -211,7 +211,7 @@ def _by_parameters(batch: Batch, original: Any, factory: Any) -> Any:
     return draw
 
 
-def _in_place(batch: Batch, original: Any) -> Any:
+def _in_place(batch: Batch, original: Callable[..., Any]) -> Any:
     def fill(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if type(self) is not Tensor or not _has_rows(batch, self.shape, kwargs):
             return original(self, *args, **kwargs)

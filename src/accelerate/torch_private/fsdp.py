@@ -30,7 +30,7 @@ def run_policy(policy: Any, model: nn.Module) -> Any:
     return policy._run_policy(model, ignored_modules=set(), root_kwargs={})
 
 
-def gradient_sync(unit: Any) -> bool | None:
+def gradient_sync(unit: object) -> bool | None:
     """Returns whether a unit of FSDP 1 reduces gradients in the next backward, or None for other modules."""
     return getattr(unit, "_sync_gradients", None)
 
@@ -137,7 +137,7 @@ def flat_units(root: nn.Module) -> Iterator[tuple[str, FlatUnit]]:
             yield path, FlatUnit(unit)
 
 
-def _groups_of_unit(unit: Any) -> list[Any]:
+def _groups_of_unit(unit: object) -> list[Any]:
     """Returns the FSDP 2 object of each group of parameters of a unit, or none for other modules."""
     if not hasattr(unit, "_get_fsdp_state"):
         return []
@@ -188,7 +188,7 @@ _PARTIAL = "_partial_reduce_output"
 """Attribute of groups of FSDP 2 with gradients that are reduced in a replica, and not over replicas."""
 
 
-def is_freed_after_forward(unit: Any) -> bool:
+def is_freed_after_forward(unit: object) -> bool:
     """Returns whether a unit of FSDP 2 frees its gathered parameters after the forward."""
     return any(group.post_forward_mesh_info is not None for group in _groups_of_unit(unit))
 
@@ -297,7 +297,7 @@ class TakenGradients:
                 setattr(owner, name, None)
 
 
-def _gradient_in(owner: Any, name: str) -> Any:
+def _gradient_in(owner: object, name: str) -> Any:
     # `unsharded_accumulated_grad` is an attribute of the object, or a property without a setter.
     return vars(owner).get(name) if name == ACCUMULATED else getattr(owner, name)
 

@@ -5,7 +5,7 @@ Prefetching, resuming and hang reports use them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -31,7 +31,7 @@ def watch_indices(note: Callable[[Any, Any], None]) -> None:
 
     original: Callable[[Any], Any] = _BaseDataLoaderIter._next_index
 
-    def next_index(self: Any) -> Any:
+    def next_index(self: object) -> Any:
         indices = original(self)
         note(self, indices)
         return indices
@@ -51,7 +51,7 @@ def replace_fetch(fetch: Callable[[Any, Any, int], Any]) -> None:
 
     original: Callable[[Any, Any], Any] = _MapDatasetFetcher.fetch
 
-    def fetch_batch(self: Any, indices: Any) -> Any:
+    def fetch_batch(self: Any, indices: Sequence[int]) -> Any:
         if not self.auto_collation:
             return original(self, indices)
         worker, count = get_worker_info(), getattr(self, "num_fetched", 0)
@@ -67,24 +67,24 @@ def read_sample(fetcher: Any, index: Any) -> Any:
     return read_several([index])[0] if read_several else fetcher.dataset[index]
 
 
-def sources_of(loader: Any) -> tuple[Any, Any]:
+def sources_of(loader: Iterable[Any]) -> tuple[Any, Any]:
     """Returns the index sampler and the dataset of a DataLoader or of an iterator of one."""
     dataset = getattr(loader, "dataset", None)
     return getattr(loader, "_index_sampler", None), getattr(loader, "_dataset", dataset)
 
 
-def loader_workers(iterator: Any) -> Any:
+def loader_workers(iterator: object) -> Any:
     """Returns the worker processes of an iterator of a DataLoader, for hang reports."""
     return getattr(iterator, "_workers", ())
 
 
-def loader_progress(iterator: Any) -> tuple[int, int]:
+def loader_progress(iterator: object) -> tuple[int, int]:
     """Returns values that change with each batch and each epoch of an iterator with workers."""
     # torchdata requests the states of its workers before these attributes exist
     return getattr(iterator, "_rcvd_idx", 0), id(getattr(iterator, "_sampler_iter", None))
 
 
-def count_yielded(loader: Any) -> int:
+def count_yielded(loader: Iterable[Any]) -> int:
     """Returns the number of batches that the current iterator of a loader has yielded.
 
     Batches before a restored state are included.
@@ -92,7 +92,7 @@ def count_yielded(loader: Any) -> int:
     return getattr(getattr(loader, "_iterator", None), "_num_yielded", 0)
 
 
-def dataset_state(state: Any) -> Any:
+def dataset_state(state: Mapping[str, Any]) -> Any:
     """Returns the state of an iterable dataset in the state of an iterator of torchdata without workers.
 
     A dataset that is its own iterator has its state as the one of the iterator. The result is None for a
@@ -102,7 +102,7 @@ def dataset_state(state: Any) -> Any:
     return (state.get("fetcher_state") or {}).get("dataset_iter_state") if found is None else found
 
 
-def has_dataset_state(state: Any) -> bool:
+def has_dataset_state(state: Mapping[str, Any]) -> bool:
     """Returns whether the state of torchdata's iterator includes that of an iterable dataset, in each worker.
 
     Without it torchdata reads and drops what was read before, and counts twice what it drops: a second resume
@@ -112,6 +112,6 @@ def has_dataset_state(state: Any) -> bool:
     return all(dataset_state(each) is not None for each in snapshots.values())
 
 
-def loader_tasks(iterator: Any) -> list[Any]:
+def loader_tasks(iterator: Iterator[Any]) -> list[Any]:
     """Returns the requested batches in order, as tuples of the worker ID and the data if it has arrived."""
     return [task for _, task in sorted(getattr(iterator, "_task_info", {}).copy().items())]

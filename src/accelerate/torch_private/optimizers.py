@@ -16,7 +16,7 @@ def reset_unscaled(scaler: torch.amp.GradScaler) -> None:
     scaler._per_optimizer_states.clear()
 
 
-def found_inf(optimizer: Any, scaler: torch.amp.GradScaler | None) -> bool:
+def found_inf(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> bool:
     """Returns whether an optimizer that handles infinite gradients itself has left out its step.
 
     Called after the step, which a GradScaler always calls for such an optimizer. During the call the scaler
@@ -56,7 +56,9 @@ def allow_fp16_gradients(scaler: torch.amp.GradScaler) -> None:
     scaler._unscale_grads_ = partial(_unscale_all, scaler._unscale_grads_)  # type: ignore[method-assign]
 
 
-def _unscale_all(unscale: Callable[..., Any], optimizer: Any, *scales: Tensor, **_: Any) -> Any:
+def _unscale_all(
+    unscale: Callable[..., Any], optimizer: torch.optim.Optimizer, *scales: Tensor, **_: Any
+) -> Any:
     return unscale(optimizer, *scales[:2], True)
 
 
@@ -72,7 +74,7 @@ def unscale_shards(scaler: torch.amp.GradScaler) -> None:
 
 
 def _unscale_shards(
-    unscale: Callable[..., Any], optimizer: Any, scale: Tensor, found: Tensor, *others: Any
+    unscale: Callable[..., Any], optimizer: torch.optim.Optimizer, scale: Tensor, found: Tensor, *others: Any
 ) -> Any:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
@@ -92,7 +94,9 @@ def _unscale_shards(
     return {found.device: found}
 
 
-def set_scheduler_optimizer(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+def set_scheduler_optimizer(
+    scheduler: torch.optim.lr_scheduler.LRScheduler, optimizer: torch.optim.Optimizer
+) -> None:
     """Sets the optimizer of a scheduler of torch.
 
     Schedulers of torch warn unless the step of their optimizer sets the attributes that they check.

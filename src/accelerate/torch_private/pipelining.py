@@ -83,7 +83,7 @@ class UnevenPipelineStage(PipelineStage):
         index: int,
         num_stages: int,
         device: torch.device,
-        group: Any,
+        group: dist.ProcessGroup,
         inputs: Sequence[Specs],
         outputs: Sequence[Specs],
         reduces_gradients: Callable[[], bool],

@@ -9,9 +9,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def has_opened_group() -> bool:
@@ -56,7 +59,7 @@ def agent_hooks(
 
     rendezvous = SimpleElasticAgent._rendezvous
 
-    def resize_and_meet(self: Any, group: Any) -> None:
+    def resize_and_meet(self: object, group: Any) -> None:
         group.spec.local_world_size = size(group.spec.local_world_size)
         rendezvous(self, group)
 
@@ -77,7 +80,7 @@ def default_to_stores_without_libuv() -> None:
     store: Any = dist.TCPStore  # type: ignore[attr-defined]
     original = store.__init__
 
-    def open_store(self: Any, *args: Any, **kwargs: Any) -> None:
+    def open_store(self: object, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **{"use_libuv": False, **kwargs})
 
     store.__init__ = open_store
@@ -98,12 +101,12 @@ def num_collectives(group: Any) -> int | None:
         raise
 
 
-def flatten_mesh(mesh: Any, name: str) -> Any:
+def flatten_mesh(mesh: DeviceMesh, name: str) -> Any:
     """Returns a mesh with all dimensions flattened, which is registered in the root mesh with a name."""
     return mesh._flatten(name)
 
 
-def root_mesh(mesh: Any) -> Any:
+def root_mesh(mesh: DeviceMesh) -> Any:
     """Returns the mesh of which a mesh is a slice, or the mesh itself."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()

@@ -24,7 +24,7 @@ memory_dump: Callable[[Any], Callable[[str], None]] = attrgetter("_dump_snapshot
 """Function of the memory module of a device that writes its recorded allocations to a file."""
 
 
-def memory_recorder(memory: Any) -> Any:
+def memory_recorder(memory: object) -> Any:
     """Returns the function that starts the recording of allocations, or None if the device has none.
 
     The documentation uses its private name.
@@ -67,11 +67,11 @@ def replace_module_hooks(tracker: Any, model: nn.Module) -> None:
     """
     modules = tracker._mod_tracker
 
-    def enter(module: nn.Module, args: Any) -> None:
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
         if modules.is_bw and tracker._ac_mod is None:
             tracker._ac_mod, tracker._in_ac = weakref.ref(module), True
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
+    def leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if tracker._ac_mod is not None and tracker._ac_mod() is module:
             tracker._ac_mod, tracker._in_ac = None, False
 
@@ -109,7 +109,7 @@ def is_operator(value: object) -> bool:
     return isinstance(value, torch._ops.OpOverload)
 
 
-def packet_of(func: Any) -> Any:
+def packet_of(func: Callable[..., Any]) -> Any:
     """Returns the operator of an overload, or a higher-order operator itself."""
     return getattr(func, "_overloadpacket", func)
 
@@ -156,7 +156,11 @@ class _Outputs(TorchDispatchMode):
         self._keep = keep
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         outputs = func(*args, **(kwargs or {}))
         self._keep(func, outputs)
@@ -169,7 +173,9 @@ def _both(first: Any, second: Any) -> Iterator[None]:
         yield
 
 
-def selective_checkpoint_contexts(policy: Any, keep: Callable[[Any, Any], None]) -> tuple[Any, Any]:
+def selective_checkpoint_contexts(
+    policy: Callable[..., Any], keep: Callable[[Any, Any], None]
+) -> tuple[Any, Any]:
     """Returns the contexts of a forward and of its recomputation, which save outputs of operators.
 
     Args:
@@ -185,7 +191,7 @@ def selective_checkpoint_contexts(policy: Any, keep: Callable[[Any, Any], None])
     return _both(forward, _Outputs(keep)), recomputation
 
 
-def mutated_by(func: Any) -> list[str]:
+def mutated_by(func: Callable[..., Any]) -> list[str]:
     """Returns the names of the arguments that an operator modifies."""
     schema = getattr(func, "_schema", None)  # which operators of a higher order lack
     if schema is None or not schema.is_mutable:

@@ -171,7 +171,7 @@ class TableTracker(LibraryTracker):
         table_name: str,
         columns: Columns = None,
         data: Rows = None,
-        dataframe: Any = None,
+        dataframe: object = None,
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -192,7 +192,7 @@ class TableTracker(LibraryTracker):
         self._log_table(table_name, columns, data, dataframe, step, **kwargs)
 
     def _log_table(
-        self, name: str, columns: Columns, data: Rows, dataframe: Any, step: int | None, **kwargs: Any
+        self, name: str, columns: Columns, data: Rows, dataframe: object, step: int | None, **kwargs: Any
     ) -> None:
         raise NotImplementedError
 

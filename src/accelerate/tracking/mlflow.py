@@ -99,7 +99,7 @@ class MLflowTracker(LibraryTracker):
         import_module("mlflow").log_metrics(metrics, step=step, **{**run, **kwargs})
 
     @on_main_process
-    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+    def log_figure(self, figure: object, artifact_file: str, **save_kwargs: Any) -> None:
         """Logs a figure.
 
         Args:

@@ -79,7 +79,7 @@ class WandBTracker(_ImageTracker, TableTracker):
     name = package = "wandb"
 
     def _log_table(
-        self, name: str, columns: Columns, data: Rows, dataframe: Any, step: int | None, **kwargs: Any
+        self, name: str, columns: Columns, data: Rows, dataframe: object, step: int | None, **kwargs: Any
     ) -> None:
         table = import_module("wandb").Table(columns=columns, data=data, dataframe=dataframe)
         self.run.log({name: table}, step=step, **kwargs)
@@ -331,7 +331,7 @@ class ClearMLTracker(TableTracker):
                 report.report_image(title=title, series=series_name, iteration=step, image=image, **kwargs)
 
     def _log_table(
-        self, name: str, columns: Columns, data: Rows, dataframe: Any, step: int | None, **kwargs: Any
+        self, name: str, columns: Columns, data: Rows, dataframe: object, step: int | None, **kwargs: Any
     ) -> None:
         if data is None and dataframe is None:
             raise wrong_value("data", data, "the table has no rows", "Pass data or dataframe")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,9 @@ def normalize_in_groups(model: nn.Module, num_groups: int) -> None:
         module.forward = partial(_normalize, module, module.forward, num_groups)
 
 
-def _normalize(module: nn.Module, forward: Any, num_groups: int, input: Tensor) -> Any:  # the name of torch
+def _normalize(
+    module: nn.Module, forward: Callable[..., Any], num_groups: int, input: Tensor
+) -> Any:  # the name of torch
     if not module.training or input.shape[0] % num_groups:
         return forward(input)
     first, *others = input.chunk(num_groups)

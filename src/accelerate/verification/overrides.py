@@ -13,7 +13,8 @@ from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from itertools import cycle, islice
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -26,6 +27,9 @@ from accelerate.recovery import Recovery, RecoveryLoader
 from accelerate.state import services
 from accelerate.verification.options import SEED
 from accelerate.verification.recorder import Recorder
+
+if TYPE_CHECKING:
+    import torch
 
 LAYOUT_ARGUMENTS = (
     *("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin"),
@@ -54,7 +58,7 @@ def install(recorder: Recorder) -> None:
     _redirect_saves(recorder)
 
 
-def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+def _replace(owner: object, name: str, make: Callable[[Any], Any]) -> None:
     """Replaces a method by the result of a function of it."""
     original = getattr(owner, name)
     setattr(owner, name, wraps(original)(make(original)))
@@ -63,7 +67,7 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 def _observe_accelerator(recorder: Recorder) -> None:
     signature = inspect.signature(Accelerator.__init__)
 
-    def begin(original: Any) -> Any:
+    def begin(original: Callable[..., Any]) -> Any:
         def initialize(self: Accelerator, *args: Any, **kwargs: Any) -> None:
             given = dict(signature.bind(self, *args, **kwargs).arguments)
             del given["self"]
@@ -85,7 +89,7 @@ def _observe_accelerator(recorder: Recorder) -> None:
 
         return initialize
 
-    def prepare(original: Any) -> Any:
+    def prepare(original: Callable[..., Any]) -> Any:
         def prepare(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
             if not recorder.options.keeps_dropout:
                 for obj in args:
@@ -121,8 +125,8 @@ def _without_layout(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _observe_losses(recorder: Recorder) -> None:
-    def backward(original: Any) -> Any:
-        def backward(self: Accelerator, loss: Any, **kwargs: Any) -> None:
+    def backward(original: Callable[..., Any]) -> Any:
+        def backward(self: Accelerator, loss: torch.Tensor, **kwargs: Any) -> None:
             if recorder.is_in_pipeline:
                 original(self, loss, **kwargs)
                 return
@@ -133,7 +137,7 @@ def _observe_losses(recorder: Recorder) -> None:
 
         return backward
 
-    def forward_backward(original: Any) -> Any:
+    def forward_backward(original: Callable[..., Any]) -> Any:
         def forward_backward(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
             if not any(layer.divides_models for layer in self._runtime.strategy.layers):
                 return original(self, *args, **kwargs)
@@ -150,8 +154,8 @@ def _observe_losses(recorder: Recorder) -> None:
 
         return forward_backward
 
-    def scale(original: Any) -> Any:
-        def scale(self: Accumulation, loss: Any) -> Any:
+    def scale(original: Callable[..., Any]) -> Any:
+        def scale(self: Accumulation, loss: torch.Tensor) -> Any:
             scaled = original(self, loss)
             recorder.note_scaled(float(scaled.detach()))
             return scaled
@@ -169,8 +173,8 @@ def _items_of(accumulation: Accumulation) -> float | None:
     return weighting.last_items if isinstance(weighting, ItemWeighting) else None
 
 
-def _observe_loader(recorder: Recorder, kind: Any) -> None:
-    def iterate(original: Any) -> Any:
+def _observe_loader(recorder: Recorder, kind: object) -> None:
+    def iterate(original: Callable[..., Any]) -> Any:
         def read(self: Any) -> Any:
             batches = original(self)
             # Replica groups read prepared loaders through another one.
@@ -183,7 +187,7 @@ def _observe_loader(recorder: Recorder, kind: Any) -> None:
 
 
 def _observe_replica_groups(recorder: Recorder) -> None:
-    def begin(original: Any) -> Any:
+    def begin(original: Callable[..., Any]) -> Any:
         def begin_micro_batch(self: Recovery, number: tuple[int, int, int], **values: Any) -> None:
             original(self, number, **values)
             recorder.micro_batch = number
@@ -198,8 +202,8 @@ def _enlarge_batches(recorder: Recorder) -> None:
     factor, signature = recorder.options.factor, inspect.signature(DataLoader.__init__)
     preparing: list[Any] = []  # a prepared loader creates a loader of torch
 
-    def prepare(original: Any) -> Any:
-        def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+    def prepare(original: Callable[..., Any]) -> Any:
+        def initialize(self: object, *args: Any, **kwargs: Any) -> None:
             preparing.append(self)
             try:
                 original(self, *args, **kwargs)
@@ -208,7 +212,7 @@ def _enlarge_batches(recorder: Recorder) -> None:
 
         return initialize
 
-    def create(original: Any) -> Any:
+    def create(original: Callable[..., Any]) -> Any:
         def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
             accelerator = recorder.accelerator
             if preparing or (accelerator is not None and _divides_batches(accelerator)):
@@ -230,8 +234,8 @@ def _enlarge_batches(recorder: Recorder) -> None:
 
         return initialize
 
-    def order(original: Any) -> Any:
-        def shard_order(loader: Any, index_sampler: Any, plan: Any, num_processes: int) -> Any:
+    def order(original: Callable[..., Any]) -> Any:
+        def shard_order(loader: Any, index_sampler: Any, plan: object, num_processes: int) -> Any:
             if num_processes == 1:  # samplers draw their order as on several ranks
                 index_sampler, _ = data_loader.synchronize_order(loader, index_sampler, num_processes)
             return original(loader, index_sampler, plan, num_processes)
@@ -298,10 +302,10 @@ class _JoinedBatches:
             yield [index for batch in joined for index in batch]
 
 
-def _redirect_trainer(recorder: Recorder, module: Any) -> None:
+def _redirect_trainer(recorder: Recorder, module: ModuleType) -> None:
     """Lets the Trainer of transformers save into a temporary folder."""
 
-    def prepare(original: Any) -> Any:
+    def prepare(original: Callable[..., Any]) -> Any:
         def __post_init__(self: Any) -> None:  # noqa: N807
             self.output_dir = str(recorder.redirected / "trainer")
             original(self)
@@ -345,11 +349,11 @@ def _redirect_saves(recorder: Recorder) -> None:
         key = os.path.abspath(path)
         return saved.setdefault(key, str(recorder.redirected / f"{len(saved)}" / os.path.basename(key)))
 
-    def redirect(owner: Any, method: str, name: str, *, only_saved: bool = False) -> None:
+    def redirect(owner: object, method: str, name: str, *, only_saved: bool = False) -> None:
         signature = inspect.signature(getattr(owner, method))
 
-        def make(original: Any) -> Any:
-            def redirected(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def make(original: Callable[..., Any]) -> Any:
+            def redirected(self: object, *args: Any, **kwargs: Any) -> Any:
                 bound = signature.bind(self, *args, **kwargs)
                 path = bound.arguments.get(name)
                 if path is not None and (not only_saved or os.path.abspath(path) in saved):
@@ -367,7 +371,7 @@ def _redirect_saves(recorder: Recorder) -> None:
     redirect(Accelerator, "save_model", "save_directory")
     redirect(Accelerator, "save", "f")
 
-    def release(original: Any) -> Any:
+    def release(original: Callable[..., Any]) -> Any:
         def release(self: Accelerator, *args: Any) -> Any:
             recorder.free(self)
             return original(self, *args)

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -88,7 +88,7 @@ class Recorder:
         torch_private.watch_indices(self._note_indices)
         torch_private.replace_fetch(self._fetch)
 
-    def use(self, accelerator: Any) -> None:
+    def use(self, accelerator: object) -> None:
         """Records the training with a new `Accelerator`, in addition to others or after them."""
         self.accelerator = accelerator
         if any(optimizer.num_updates for optimizer in self._optimizers()):
@@ -124,10 +124,10 @@ class Recorder:
 
     # Batches
 
-    def _note_indices(self, iterator: Any, indices: Any) -> None:
+    def _note_indices(self, iterator: Iterator[Any], indices: Sequence[int]) -> None:
         self._indices.setdefault(iterator, deque()).append(indices)
 
-    def read(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+    def read(self, loader: Iterable[Any], batches: Iterator[Any]) -> Iterator[Any]:
         """Yields the batches of a pass over a prepared loader."""
         self._find_groups()
         number = self._number_of(loader)
@@ -146,12 +146,14 @@ class Recorder:
         iterator = getattr(loader, "iterator", None)  # None where another rank reads
         return self._indices.get(iterator, deque()) if iterator is not None else deque()
 
-    def _number_of(self, loader: Any) -> int:
+    def _number_of(self, loader: Iterable[Any]) -> int:
         if not any(loader is known for known in self._loaders):
             self._loaders.append(loader)
         return next(number for number, known in enumerate(self._loaders) if loader is known)
 
-    def _begin_batch(self, loader: Any, number: int, position: tuple[int, int], batch: Any) -> None:
+    def _begin_batch(
+        self, loader: Iterable[Any], number: int, position: tuple[int, int], batch: object
+    ) -> None:
         if self.has_enough_steps:
             self.finish()
             raise Finished(0)
@@ -187,7 +189,7 @@ class Recorder:
         """Sets the random numbers of a batch, which are the same on all ranks and in both runs."""
         rng.set_seed(seed_of(*numbers))
 
-    def _fetch(self, fetcher: Any, indices: Any, number: int) -> Any:
+    def _fetch(self, fetcher: Any, indices: Sequence[int], number: int) -> Any:
         """Reads a batch of which each sample has its own random numbers, on any rank and in any worker.
 
         Those of `collate_fn` are drawn for the batch of all ranks.
@@ -422,7 +424,7 @@ class Recorder:
         self._end_models(self._models)
         self.write("end", outputs=self._outputs, gradients=self._gradients, sizes=self._sizes)
 
-    def free(self, accelerator: Any) -> None:
+    def free(self, accelerator: object) -> None:
         """Writes the weights of the models of an `Accelerator`, which it releases."""
         self._end_models([number for number, (owner, _) in self._models.items() if owner is accelerator])
         self._forget_micro_batches()
@@ -437,7 +439,7 @@ class Recorder:
         """Forgets micro-batches of which no step was taken."""
         self._losses, self._samples, self._unused = [], [], []
 
-    def _owner_of(self, optimizer: Any) -> Any:
+    def _owner_of(self, optimizer: torch.optim.Optimizer) -> Any:
         """Returns the `Accelerator` that has prepared an optimizer."""
         owners = (
             each for each in self._accelerators if any(known is optimizer for known in each._optimizers)
@@ -449,7 +451,7 @@ class Recorder:
         recovery = services.find(Recovery)
         return 1 if recovery is None or recovery.members is None else recovery.members.size
 
-    def _positions(self, optimizer: Any) -> list[int]:
+    def _positions(self, optimizer: torch.optim.Optimizer) -> list[int]:
         """Returns the numbers of steps that prepared schedulers have taken."""
         schedulers = (scheduler.scheduler for scheduler in self._owner_of(optimizer)._schedulers)
         return [getattr(scheduler, "last_epoch", 0) for scheduler in schedulers]
@@ -492,13 +494,13 @@ class Recorder:
                     gradient = ops.to_full_tensors(parameter.grad)
                     self._gradients[f"{number}:{name}"] = float(gradient.double().norm())
 
-    def _note_inputs(self, number: int, inputs: Any) -> None:
+    def _note_inputs(self, number: int, inputs: object) -> None:
         leaves = [leaf for leaf in torch_private.pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
         for index, leaf in enumerate(leaves):
             if leaf.ndim and (index == 0 or leaf.shape[0] == self.rows):
                 self._note_rows(f"{INPUT}{number}:{index}", leaf)
 
-    def _note_output(self, key: str, output: Any) -> None:
+    def _note_output(self, key: str, output: object) -> None:
         for leaf in torch_private.pytree.tree_leaves(output)[:1]:
             if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.is_floating_point():
                 self._note_rows(key, leaf)

@@ -44,7 +44,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def digests(batch: Any, rows: int | None) -> list[str]:
+def digests(batch: object, rows: int | None) -> list[str]:
     """Returns the shapes of each sample of a batch and a digest of its values."""
     leaves = [leaf for leaf in torch_private.pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     whole = [leaf.detach().cpu() for leaf in leaves if leaf.ndim and leaf.shape[0] == rows]

@@ -102,7 +102,7 @@ def _number(value: Any, default: Any) -> Any:
     return default if value in (None, AUTO) else int(value)
 
 
-def _optimizer_values(optimizer: Any) -> dict[str, Any]:
+def _optimizer_values(optimizer: torch.optim.Optimizer | DummyOptim) -> dict[str, Any]:
     if not isinstance(optimizer, DummyOptim):
         return {}
     values = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
@@ -127,7 +127,7 @@ def _scheduler_values(inputs: EngineInputs) -> dict[str, Any]:
     return {f"scheduler.params.{name}": value for name, value in values.items()}
 
 
-def _bucket_sizes(model: Any) -> dict[str, Any]:
+def _bucket_sizes(model: nn.Module) -> dict[str, Any]:
     """Returns the bucket sizes of ZeRO for the hidden size of a model, or None for DeepSpeed's defaults."""
     config, width = getattr(model, "config", None), None
     for part in (getattr(config, "text_config", None), config):  # the last one takes precedence
@@ -207,7 +207,7 @@ _PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_
 """Attributes of schedulers of torch that have an element for each parameter group."""
 
 
-def drop_empty_groups(optimizer: Any, schedulers: Iterable[Any]) -> None:
+def drop_empty_groups(optimizer: torch.optim.Optimizer | DummyOptim, schedulers: Iterable[Any]) -> None:
     """Removes empty parameter groups from an optimizer and its schedulers, as DeepSpeed does.
 
     Args:
@@ -230,7 +230,7 @@ def drop_empty_groups(optimizer: Any, schedulers: Iterable[Any]) -> None:
                 setattr(scheduler, name, list(compress(values, keeps)))
 
 
-def choose_optimizer(optimizer: Any, config: dict[str, Any]) -> Any:
+def choose_optimizer(optimizer: torch.optim.Optimizer | DummyOptim, config: dict[str, Any]) -> Any:
     """Returns the optimizer for an engine, which is a CPU optimizer of DeepSpeed if states are offloaded.
 
     The configuration is changed so that DeepSpeed accepts the optimizer.
@@ -249,7 +249,11 @@ def choose_optimizer(optimizer: Any, config: dict[str, Any]) -> Any:
 
 
 def build_engine(
-    model: nn.Module, optimizer: Any, scheduler: Any, config: dict[str, Any], mpu: Any = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | DummyOptim | None,
+    scheduler: object,
+    config: dict[str, Any],
+    mpu: object = None,
 ) -> tuple[Any, tuple[Any, Any]]:
     """Returns an engine, and the pair of its optimizer and scheduler.
 
@@ -286,7 +290,9 @@ def compile_engine(engine: Any, dynamo: TorchDynamoPlugin) -> None:
     engine.compile(backend=backend, compile_kwargs=arguments)
 
 
-def _cast_to_bfloat16(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _cast_to_bfloat16(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Casts float32 inputs to the dtype of the weights, which DeepSpeed does for float16 only."""
     inputs: tuple[Any, dict[str, Any]] = recursively_apply(
         lambda tensor: tensor.to(torch.bfloat16),
@@ -308,7 +314,7 @@ def cast_without_engine(model: nn.Module, device: torch.device | None, config: d
     return model
 
 
-def torch_optimizer_of(optimizer: Any) -> torch.optim.Optimizer | None:
+def torch_optimizer_of(optimizer: object) -> torch.optim.Optimizer | None:
     """Returns the optimizer of torch inside the optimizer of an engine, or None if it has none."""
     while optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = getattr(optimizer, "optimizer", None)
@@ -325,7 +331,7 @@ _CPU_OPTIMIZERS = {
 """Class name of an optimizer -> module, class and options of its CPU version in DeepSpeed."""
 
 
-def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
+def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer | DummyOptim) -> Any:
     """Returns the CPU version of an optimizer in DeepSpeed, or the same object if there is none.
 
     Args:

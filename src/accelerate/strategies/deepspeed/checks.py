@@ -7,7 +7,7 @@ the configurations against this node. The strategy raises all problems of a `pre
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from accelerate.base import wrong_value
 from accelerate.optimizer import steps_in_backward
 from accelerate.settings import look_up
 from accelerate.strategies.deepspeed.engine import DummyOptim, DummyScheduler
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _PLACEHOLDERS = {
     "optimizer": ("DummyOptim(parameters)", "Add an `optimizer` there, or build an optimizer of torch"),
@@ -51,7 +54,9 @@ def problems_of(
     return problems + [problem for problem in found if problem]
 
 
-def _problem_of_optimizer(optimizer: Any, config: Mapping[str, Any]) -> str | None:
+def _problem_of_optimizer(
+    optimizer: torch.optim.Optimizer | DummyOptim, config: Mapping[str, Any]
+) -> str | None:
     if steps_in_backward(optimizer):
         return (
             f"{type(optimizer).__name__} updates parameters in the backward pass, and an engine keeps "
@@ -61,7 +66,11 @@ def _problem_of_optimizer(optimizer: Any, config: Mapping[str, Any]) -> str | No
     return _problem_of_section("optimizer", optimizer, config)
 
 
-def _problem_of_scheduler(scheduler: Any, optimizers: Sequence[Any], config: Mapping[str, Any]) -> str | None:
+def _problem_of_scheduler(
+    scheduler: torch.optim.lr_scheduler.LRScheduler | DummyScheduler,
+    optimizers: Sequence[Any],
+    config: Mapping[str, Any],
+) -> str | None:
     if isinstance(scheduler, DummyScheduler) and not optimizers:
         return (
             f"{type(scheduler).__name__} without its optimizer: the engine steps both. Pass both to one call"
@@ -69,7 +78,7 @@ def _problem_of_scheduler(scheduler: Any, optimizers: Sequence[Any], config: Map
     return _problem_of_section("scheduler", scheduler, config)
 
 
-def _problem_of_section(section: str, obj: Any, config: Mapping[str, Any]) -> str | None:
+def _problem_of_section(section: str, obj: object, config: Mapping[str, Any]) -> str | None:
     """Returns the problem of a placeholder without its section of the configuration, or of the opposite."""
     name, (placeholder, fix) = type(obj).__name__, _PLACEHOLDERS[section]
     is_placeholder, is_configured = isinstance(obj, (DummyOptim, DummyScheduler)), section in config
@@ -86,7 +95,9 @@ def _problem_of_section(section: str, obj: Any, config: Mapping[str, Any]) -> st
     return None
 
 
-def _problem_of_parameters(model: Any, optimizer: Any, config: Mapping[str, Any]) -> str | None:
+def _problem_of_parameters(
+    model: nn.Module, optimizer: torch.optim.Optimizer | DummyOptim, config: Mapping[str, Any]
+) -> str | None:
     """Returns the reason why an engine of a model cannot step the parameters of an optimizer."""
     groups = [] if isinstance(optimizer, DummyOptim) else optimizer.param_groups
     name, model_name = type(optimizer).__name__, type(model).__name__

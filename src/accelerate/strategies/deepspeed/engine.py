@@ -134,7 +134,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
     belongs_to_engine = True  # the engine saves and loads it
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
         self.run_step: Callable[[], None] | None = None
         self.__has_overflow__ = hasattr(self.optimizer, "overflow")
@@ -180,7 +180,9 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
     belongs_to_engine = True  # the engine saves and loads it
 
     def __init__(
-        self, scheduler: Any, optimizers: AcceleratedOptimizer | Sequence[AcceleratedOptimizer]
+        self,
+        scheduler: torch.optim.lr_scheduler.LRScheduler,
+        optimizers: AcceleratedOptimizer | Sequence[AcceleratedOptimizer],
     ) -> None:
         super().__init__(scheduler, optimizers)
 
@@ -201,7 +203,7 @@ class DummyOptim:
     placeholder_for: ClassVar[Kind] = Kind.OPTIMIZER
     built_by: ClassVar[tuple[str, str]] = _DEEPSPEED
 
-    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+    def __init__(self, params: object, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
         self.params = params
         self.lr = lr
         self.weight_decay = weight_decay
@@ -232,7 +234,7 @@ class DummyScheduler:
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         total_num_steps: int | None = None,
         warmup_num_steps: int = 0,
         lr_scheduler_callable: Callable[[Any], Any] | None = None,
@@ -403,7 +405,7 @@ def copy_to_cpu(state: dict[str, Any]) -> dict[str, Any]:
     """
     copies: dict[tuple[Any, ...], Tensor] = {}
 
-    def copy_of(tensor: Any) -> Any:
+    def copy_of(tensor: object) -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
         memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)

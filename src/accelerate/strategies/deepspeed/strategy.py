@@ -46,6 +46,7 @@ from accelerate.strategies.deepspeed.engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
+    DummyOptim,
     DummyScheduler,
     EnginePart,
     full_state_dict,
@@ -255,7 +256,9 @@ class DeepSpeed(Strategy):
             self.engines.append(wrapped)
         return engine  # type: ignore[no-any-return]
 
-    def wrap_optimizer(self, optimizer: Any, *, to_device: bool) -> AcceleratedOptimizer:
+    def wrap_optimizer(
+        self, optimizer: torch.optim.Optimizer | DummyOptim, *, to_device: bool
+    ) -> AcceleratedOptimizer:
         """Returns the wrapped optimizer of the engine that was built from `optimizer`."""
         if self.call.engine_optimizer is None:
             raise PreparationError(
@@ -268,7 +271,10 @@ class DeepSpeed(Strategy):
         return wrapper
 
     def wrap_scheduler(
-        self, scheduler: Any, step_with_optimizer: StepPolicy, split_batches: bool
+        self,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | DummyScheduler,
+        step_with_optimizer: StepPolicy,
+        split_batches: bool,
     ) -> AcceleratedScheduler:
         """Returns the scheduler of the engine, or one that sets the learning rates of the engine."""
         if isinstance(scheduler, DummyScheduler):

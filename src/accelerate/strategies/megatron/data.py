@@ -7,8 +7,9 @@ splits them into micro-batches, and combines and logs the losses that the micro-
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from accelerate.state import AcceleratorState
 from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.library import build_datasets
 from accelerate.strategies.megatron.steps import IGNORED
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 logger = get_logger(__name__)
 
@@ -64,7 +68,7 @@ class MegatronLMDummyDataLoader:
         provider.is_distributed = True  # Megatron-LM checks it
         return provider  # type: ignore[no-any-return]
 
-    def build_train_valid_test_data_iterators(self, accelerator: Any) -> tuple[Any, Any, Any]:
+    def build_train_valid_test_data_iterators(self, accelerator: object) -> tuple[Any, Any, Any]:
         """Returns the iterators for training, validation and test, or None on ranks that read no data."""
         provider = self.get_train_valid_test_datasets_provider(accelerator)
         args = library.get_args()
@@ -121,7 +125,7 @@ class RankGrid:
         return self._coordinate
 
 
-def prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
+def prepare_data_loader(accelerator: Any, dataloader: object) -> Any:
     """Returns a loader whose batches have all micro-batches of a step, sharded over data-parallel ranks.
 
     Args:
@@ -169,7 +173,7 @@ Batch = dict[str, Tensor]
 class BatchShape:
     """Shape of the batches of a run, computed from the arguments of Megatron-LM."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Namespace) -> None:
         self.micro_batch_size: int = args.micro_batch_size
         self.rows: int = args.micro_batch_size * args.num_micro_batches
         # Pipeline stages, and ranks that shard sequences, need to know the shape in advance.
@@ -227,7 +231,7 @@ def broadcast_batch(batch: Batch, device: torch.device) -> Batch:
     return batch
 
 
-def _broadcast(tensors: Batch, source: int, group: Any, device: torch.device) -> Batch:
+def _broadcast(tensors: Batch, source: int, group: dist.ProcessGroup, device: torch.device) -> Batch:
     """Returns the tensors of one rank on all ranks of a group, which do not know their shapes."""
     specs: list[Any] = [{name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}]
     torch.distributed.broadcast_object_list(specs, source, group=group)
@@ -252,7 +256,7 @@ Totals = dict[str, tuple[Any, int]]
 """Sum and number of the values of each loss."""
 
 
-def combine_reports(reports: list[Report], groups: Any) -> dict[str, Any]:
+def combine_reports(reports: list[Report], groups: object) -> dict[str, Any]:
     """Returns the report of a step from those of its micro-batches.
 
     It is empty on pipeline stages without the head. Pairs of a sum and a count are reduced to the mean over
@@ -293,7 +297,7 @@ def broadcast_outputs(
 class LossLog:
     """Sums the reports of steps and logs their means, on the ranks of the last pipeline stage."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Namespace) -> None:
         self.args = args
         self.writer = library.training("global_vars").get_tensorboard_writer()
         self.totals: Totals = {}
@@ -305,7 +309,7 @@ class LossLog:
                 total, count = totals.get(name, (0.0, 0))
                 totals[name] = (total + value.detach(), count + 1)
 
-    def log_step(self, engine: Any, report: dict[str, Any], zeros: Any) -> Totals:
+    def log_step(self, engine: Any, report: dict[str, Any], zeros: torch.Tensor) -> Totals:
         """Logs a training step at the interval of the run, and returns the sums since the last log."""
         self.add(self.totals, report)
         iteration = engine.iteration
@@ -320,7 +324,7 @@ class LossLog:
         self.totals = {}
         return self.totals
 
-    def _write_step(self, engine: Any, report: dict[str, Any], zeros: Any) -> None:
+    def _write_step(self, engine: Any, report: dict[str, Any], zeros: torch.Tensor) -> None:
         rates = [group["lr"] for group in engine.optimizer.param_groups]
         values: dict[str, Any] = {name: float(v) for name, v in report.items() if name != LOGITS}
         values |= {
@@ -378,7 +382,7 @@ def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
     return averaged / torch.distributed.get_world_size(group)
 
 
-def gather_across_data_parallel_groups(tensor: Any) -> Any:
+def gather_across_data_parallel_groups(tensor: torch.Tensor) -> Any:
     """Returns the values of all data-parallel ranks, concatenated along the first dimension.
 
     The ranks of one model replica have the same values, and all of them receive the result.

@@ -6,6 +6,7 @@ of the engine is a whole training step.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
@@ -264,7 +265,7 @@ class MegatronEngine(nn.Module):
             self.optimizer.reload_model_params()
 
 
-def _build_train_step(accelerator: Any, args: Any) -> AbstractTrainStep:
+def _build_train_step(accelerator: Any, args: Namespace) -> AbstractTrainStep:
     """Returns the custom train step of the plugin, or the one of the model family."""
     plugin = accelerator.state.megatron_lm_plugin
     custom = plugin.custom_train_step_class
@@ -327,7 +328,7 @@ class MegatronLMDummyScheduler:
     built_by: ClassVar[tuple[str, str]] = ("Megatron-LM", "megatron_lm_plugin=MegatronLMPlugin(...)")
 
     def __init__(
-        self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
+        self, optimizer: object, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
     ) -> None:
         self.optimizer = optimizer
         self.total_num_steps = total_num_steps

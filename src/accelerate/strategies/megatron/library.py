@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from torch import nn
 
 from accelerate.base import StateError, environ, wrong_value
 from accelerate.logging import get_logger
+
+if TYPE_CHECKING:
+    from accelerate.plugins import MegatronLMPlugin
 
 logger = get_logger(__name__)
 
@@ -53,7 +57,7 @@ def get_args() -> Any:
     return training("global_vars").get_args()
 
 
-def find_missing(plugin: Any) -> list[str]:
+def find_missing(plugin: MegatronLMPlugin) -> list[str]:
     """Returns one line for each requirement of Megatron-LM that this node does not meet."""
     engine, apex = exists("transformer_engine"), exists("apex")
     uses_context_parallel = (plugin.context_parallel_size or 1) > 1
@@ -290,7 +294,7 @@ def prepare_optimizer(accelerator: Any, model: list[nn.Module]) -> Any:
     return core("optimizer").get_megatron_optimizer(config, model, **further)
 
 
-def _with_conditions(plugin: Any, overrides: dict[Any, Any] | None) -> dict[Any, Any] | None:
+def _with_conditions(plugin: MegatronLMPlugin, overrides: dict[Any, Any] | None) -> dict[Any, Any] | None:
     """Returns the overrides of the optimizer configuration with those for the conditions of the plugin."""
     conditions: dict[Any, Any] = {}
     if plugin.no_wd_decay_cond is not None:
@@ -303,14 +307,14 @@ def _with_conditions(plugin: Any, overrides: dict[Any, Any] | None) -> dict[Any,
     return {**(overrides or {}), **conditions} if conditions else overrides
 
 
-def _parameter_key(plugin: Any, name: str) -> Any:
+def _parameter_key(plugin: MegatronLMPlugin, name: str) -> Any:
     """Returns the key of Megatron-LM for parameters that meet a condition of the plugin."""
     module, condition = core("optimizer.optimizer_config"), getattr(plugin, name)
     predicate = module.ParamWithNamePredicate(name, lambda parameter, path: condition(path, parameter))
     return module.ParamKey(with_name_predicate=predicate)
 
 
-def prepare_scheduler(accelerator: Any, optimizer: Any, scheduler: Any) -> Any:
+def prepare_scheduler(accelerator: object, optimizer: torch.optim.Optimizer, scheduler: object) -> Any:
     """Returns the scheduler of Megatron-LM for its optimizer.
 
     Args:
@@ -321,7 +325,7 @@ def prepare_scheduler(accelerator: Any, optimizer: Any, scheduler: Any) -> Any:
     return training("training").get_optimizer_param_scheduler(optimizer)
 
 
-def _set_arguments(args: Any, values: Mapping[str, Any]) -> None:
+def _set_arguments(args: Namespace, values: Mapping[str, Any]) -> None:
     """Sets arguments of Megatron-LM, with fallbacks for optional modules that are not installed."""
     known = _SET_LATER
     if "use_custom_fsdp" in values and hasattr(args, "use_megatron_fsdp"):  # its newer name
@@ -350,7 +354,7 @@ def _set_arguments(args: Any, values: Mapping[str, Any]) -> None:
 # Models and datasets of each model family
 
 
-def _build_gpt(args: Any, config: Any, uses_engine: bool, common: dict[str, Any]) -> Any:
+def _build_gpt(args: Namespace, config: object, uses_engine: bool, common: dict[str, Any]) -> Any:
     stage = {"vp_stage": common["vp_stage"]} if "vp_stage" in common else {}
     layers = core("models.gpt.gpt_layer_specs").get_gpt_decoder_block_spec(
         config, use_transformer_engine=uses_engine, normalization=args.normalization, **stage
@@ -365,7 +369,7 @@ def _build_gpt(args: Any, config: Any, uses_engine: bool, common: dict[str, Any]
     )
 
 
-def _build_bert(args: Any, config: Any, uses_engine: bool, common: dict[str, Any]) -> Any:
+def _build_bert(args: Namespace, config: object, uses_engine: bool, common: dict[str, Any]) -> Any:
     specs = core("models.bert.bert_layer_specs")
     get_engine_spec = specs.get_bert_layer_with_transformer_engine_spec
     layer = get_engine_spec() if uses_engine else specs.bert_layer_local_spec
@@ -429,7 +433,7 @@ def build_datasets(train_val_test_num_samples: list[int], vp_stage: int | None =
     return builder(getattr(module, name), train_val_test_num_samples, reads_data, config).build()
 
 
-def _dataset_options(args: Any) -> dict[str, Any]:
+def _dataset_options(args: Namespace) -> dict[str, Any]:
     blend = core("datasets.utils").get_blend_from_list
     paths = (args.train_data_path, args.valid_data_path, args.test_data_path)
     options = {

@@ -8,11 +8,12 @@ their own to the plugin.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from torch.nn import functional as F
 
 from accelerate.base import is_transformers_available
 from accelerate.strategies.megatron import library
+
+if TYPE_CHECKING:
+    from torch import nn
 
 IGNORED = -100
 """Label of tokens that are not part of the loss."""
@@ -50,7 +54,7 @@ class AbstractTrainStep(ABC):
         self.name = name
 
     @abstractmethod
-    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
+    def get_batch_func(self, accelerator: object, megatron_dataset_flag: bool) -> Callable[..., Any]:
         """Returns the function that reads the next micro-batch of an iterator.
 
         Args:
@@ -67,7 +71,7 @@ class AbstractTrainStep(ABC):
         """
 
     @abstractmethod
-    def get_loss_func(self, accelerator: Any) -> Callable[..., Loss]:
+    def get_loss_func(self, accelerator: object) -> Callable[..., Loss]:
         """Returns the function that computes the loss of an output on the last pipeline stage.
 
         It returns the loss summed over tokens, the number of tokens, and a report: tensors by name, which are
@@ -134,7 +138,7 @@ def _shard_sequences(batch: dict[str, Any]) -> dict[str, Any]:
 class _FamilyTrainStep(AbstractTrainStep):
     """Base class of the train steps of the model families."""
 
-    def __init__(self, name: str, accelerator: Any, args: Any, output: str) -> None:
+    def __init__(self, name: str, accelerator: Any, args: Namespace, output: str) -> None:
         super().__init__(name)
         self.returns_logits: bool = args.return_logits
         plugin = accelerator.state.megatron_lm_plugin
@@ -160,7 +164,7 @@ class _TokenTrainStep(_FamilyTrainStep):
 
     label_argument: str  # the argument of the model for labels
 
-    def __init__(self, name: str, accelerator: Any, args: Any, output: str) -> None:
+    def __init__(self, name: str, accelerator: object, args: Namespace, output: str) -> None:
         super().__init__(name, accelerator, args, output)
         self.loss_func = self.get_loss_func(accelerator)
         self.forward_step = self.get_forward_step_func()
@@ -176,7 +180,7 @@ class _TokenTrainStep(_FamilyTrainStep):
 
     def get_forward_step_func(self) -> Callable[..., Any]:
 
-        def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Loss]]:
+        def forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Any, Callable[..., Loss]]:
             inputs, labels, loss_mask = self._split_inputs(self.get_batch(data_iterator))
             if self.returns_logits:
                 return model(*inputs), partial(self._loss_of_logits, loss_mask, labels)
@@ -198,7 +202,7 @@ class GPTTrainStep(_TokenTrainStep):
 
     label_argument = "labels"
 
-    def __init__(self, accelerator: Any, args: Any) -> None:
+    def __init__(self, accelerator: object, args: Namespace) -> None:
         self.pad_token: int | None = getattr(args, "pad_token_id", None)
         self.eod_token: int | None = getattr(args, "eos_token_id", None)
         self.reset_position_ids: bool = args.reset_position_ids
@@ -270,7 +274,7 @@ class T5TrainStep(_TokenTrainStep):
 
     label_argument = "lm_labels"
 
-    def __init__(self, accelerator: Any, args: Any) -> None:
+    def __init__(self, accelerator: object, args: Namespace) -> None:
         self.start_token = int(getattr(args, "pad_token_id", None) or 0)
         self.uses_engine = args.transformer_impl == "transformer_engine"
         super().__init__("T5TrainStep", accelerator, args, "Seq2SeqLMOutput")
@@ -363,7 +367,7 @@ class BertTrainStep(_FamilyTrainStep):
     `labels`, `is_random`, `loss_mask` and `padding_mask`. Classification needs a custom model.
     """
 
-    def __init__(self, accelerator: Any, args: Any) -> None:
+    def __init__(self, accelerator: object, args: Namespace) -> None:
         output = "MaskedLMOutput" if args.pretraining_flag else "SequenceClassifierOutput"
         super().__init__("BertTrainStep", accelerator, args, output)
         self.loss_func = self.get_loss_func(accelerator, args.pretraining_flag, args.num_labels)
@@ -418,7 +422,7 @@ class BertTrainStep(_FamilyTrainStep):
             bert_binary_head: Whether the model predicts the order of sentence pairs.
         """
 
-        def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Loss]]:
+        def forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Any, Callable[..., Loss]]:
             tokens, types, order, loss_mask, labels, padding_mask = self.get_batch(data_iterator)
             types = types if bert_binary_head or not pretraining_flag else None
             takes_labels = pretraining_flag and not self.returns_logits

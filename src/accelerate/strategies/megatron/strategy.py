@@ -274,7 +274,10 @@ class MegatronLM(Strategy):
         return MegatronLMOptimizerWrapper(self.require_engine().optimizer)
 
     def wrap_scheduler(
-        self, scheduler: Any, step_with_optimizer: StepPolicy, split_batches: bool
+        self,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | MegatronLMDummyScheduler,
+        step_with_optimizer: StepPolicy,
+        split_batches: bool,
     ) -> AcceleratedScheduler:
         return MegatronLMSchedulerWrapper(
             self.require_engine().scheduler, list(self.session.prepared.optimizers)
