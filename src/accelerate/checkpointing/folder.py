@@ -74,7 +74,10 @@ class StagingFolder:
         try:
             if self.target.exists() and not self.target.is_dir():
                 raise NotADirectoryError(20, "it is a file", str(self.target))
-            _make_parents(self.folder.parent)
+            new = [parent for parent in self.folder.parents if not parent.exists()]
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            for parent in new:
+                sync_folder(parent.parent)
             recover(self.target)
             temporary.sweep(self.target.parent)
             temporary.sweep(self.target)
@@ -225,14 +228,6 @@ def _is_working_directory(folder: Path) -> bool:
         return Path.cwd().is_relative_to(folder)
     except FileNotFoundError:  # the working directory was deleted
         return False
-
-
-def _make_parents(folder: Path) -> None:
-    """Creates a folder and its parents, and flushes their names to disk."""
-    new = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for parent in new:
-        sync_folder(parent.parent)
 
 
 def _wait_for(folder: Path, *, exists: bool) -> None:

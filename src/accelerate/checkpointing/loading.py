@@ -219,19 +219,14 @@ def open_checkpoint(
 ) -> Iterator[CheckpointSource]:
     """Yields the checkpoint at a path, on all ranks, and again if it was replaced."""
     for left in reversed(range(ATTEMPTS)):
-        _recover(path, consensus, timeout)
+        recover = partial(folder.recover, folder.absolute_path(path))
+        failure = describe_failure(recover) if consensus.rank == 0 else ""
+        if failure := consensus.decide(CALL, failure, lambda failures: failures[0], timeout):
+            raise CheckpointError(f"Rank 0 failed for all ranks: {failure}.")
         source = CheckpointSource(path, consensus, topology, is_last=not left)
         yield source
         if not source.was_replaced:
             return
-
-
-def _recover(path: Path, consensus: Consensus, timeout: float) -> None:
-    """Restores on rank 0 what an interrupted save has moved aside, for which all ranks wait."""
-    recover = partial(folder.recover, folder.absolute_path(path))
-    failure = describe_failure(recover) if consensus.rank == 0 else ""
-    if failure := consensus.decide(CALL, failure, lambda failures: failures[0], timeout):
-        raise CheckpointError(f"Rank 0 failed for all ranks: {failure}.")
 
 
 def open_newest(

@@ -163,12 +163,12 @@ def _check_disk(folder: Path) -> None:
 def _kind_of_disk(folder: Path) -> str:
     """Returns the type of the file system of a folder, or "" if it is not known."""
     path = os.path.realpath(folder)
-    mounts = [part for part in psutil.disk_partitions(all=True) if _is_below(path, part.mountpoint)]
+    mounts = [
+        part
+        for part in psutil.disk_partitions(all=True)
+        if os.path.commonpath([path, part.mountpoint]) == part.mountpoint
+    ]
     return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else ""
-
-
-def _is_below(path: str, folder: str) -> bool:
-    return os.path.commonpath([path, folder]) == folder
 
 
 def _refuse_other_run(folder: Path) -> None:

@@ -249,7 +249,10 @@ class StoreAttempts(Attempts):
             self._report("failed", f"{type(error).__name__}: {error}")
 
     def agree(self, ran_out: bool, batch_size: int) -> bool:
-        self._report("ran out" if ran_out else "done", _collectives_issued())
+        self._report(
+            "ran out" if ran_out else "done",
+            torch_private.num_collectives(dist.group.WORLD) if dist.is_initialized() else None,
+        )
         timeout = STUCK_TIMEOUT if ran_out else self._timeout
         summary = self._channel.wait(["summary"], timeout)["summary"] or self._summarize()
         if summary["failed"]:
@@ -299,14 +302,6 @@ def join_attempts() -> Attempts:
     has_others = bool(PartialState._shared_state) and PartialState().num_processes > 1
     connection = process_group.connect_store() if has_others and process_group.is_open() else None
     return Attempts() if connection is None else StoreAttempts(PartialState(), connection)
-
-
-def _collectives_issued() -> int | None:
-    """Returns how many collectives this process has issued.
-
-    None if the process group is closed, or if the number is unknown.
-    """
-    return torch_private.num_collectives(dist.group.WORLD) if dist.is_initialized() else None
 
 
 class PeakMemory:

@@ -110,7 +110,11 @@ class DeviceClock:
                     return
                 self.seconds[first.phase] += max(seconds, 0.0)
                 if first.phase == BACKWARD:
-                    self._compare_with_host(last, seconds, last.time - first.time)
+                    # The host waits for nothing in a backward pass. So the device waits for kernels if it
+                    # takes as long as the host to launch them, and is not behind at the end.
+                    on_host = last.time - first.time
+                    is_equal = abs(seconds - on_host) <= max(SHORT_LAG, SMALL_PART * on_host)
+                    self._is_host_bound.append(last.is_early and is_equal)
             elif first is not None and not first.event.query():
                 return
             marks.popleft()
@@ -142,12 +146,3 @@ class DeviceClock:
             self._num_looks += 1
             if self._watched.is_early or self._num_looks == 2:
                 self._watched = None
-
-    def _compare_with_host(self, end: Mark, on_device: float, on_host: float) -> None:
-        """Records whether the device waited for the host in a backward pass.
-
-        The host waits for nothing in a backward pass. So the device waits for kernels if it takes as long as
-        the host to launch them, and is not behind at the end.
-        """
-        is_equal = abs(on_device - on_host) <= max(SHORT_LAG, SMALL_PART * on_host)
-        self._is_host_bound.append(end.is_early and is_equal)

@@ -253,20 +253,16 @@ class RecordWriter:
         self.path = (folder / f"rank-{rank:05}.jsonl").absolute()
         self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115 (open until `close`)
         try:
-            self._end_line()
+            if self._file.seek(0, os.SEEK_END):
+                self._file.seek(-1, os.SEEK_END)
+                if self._file.read(1) != b"\n":
+                    self._file.write(b"\n")
         except OSError:  # a pipe
             self._file.close()
             raise
         if launch := environ.current().get(environ.FAILURE_FOLDER):
             with suppress(OSError):  # the launcher has ended, and its folder is gone
                 Path(launch, self.path.stem + PATH_SUFFIX).write_text(str(self.path), encoding="utf-8")
-
-    def _end_line(self) -> None:
-        """Ends the last line, if a process was killed while it wrote it."""
-        if self._file.seek(0, os.SEEK_END):
-            self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":
-                self._file.write(b"\n")
 
     def write(self, *records: Record) -> None:
         """Appends records.

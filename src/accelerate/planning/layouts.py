@@ -220,11 +220,11 @@ def _activation_fraction(trace: Trace, layout: Layout) -> float:
     The first stage of a pipeline has those of its layers for one micro-batch of each stage.
     """
     alive = min(1.0, layout.stages / layout.num_microbatches)
-    return _stage_fraction(trace, layout) * alive * _tensor_parallel_activations(layout)
-
-
-def _tensor_parallel_activations(layout: Layout) -> float:
-    return REPLICATED_ACTIVATIONS + (1 - REPLICATED_ACTIVATIONS) / layout.tensor_parallel
+    return (
+        _stage_fraction(trace, layout)
+        * alive
+        * (REPLICATED_ACTIVATIONS + (1 - REPLICATED_ACTIVATIONS) / layout.tensor_parallel)
+    )
 
 
 def _buffers(moment: Parts, trace: Trace, layout: Layout, is_whole: bool) -> float:

@@ -202,7 +202,11 @@ def _fake_copies(mode: object, step: Step) -> tuple[nn.Module, list[torch.optim.
     memo: dict[int, Any] = {key: _fake(mode, tensor, step.device) for key, tensor in tensors.items()}
     model, optimizers = _copied((step.model, list(step.optimizers)), memo, step.model)
     for optimizer, original in zip(optimizers, step.optimizers, strict=True):
-        _copy_foreach(optimizer, original)
+        # The default of torch for the real parameters. For fake tensors torch would choose the loop over
+        # parameters, which needs less memory.
+        for group, real in zip(optimizer.param_groups, original.param_groups, strict=True):
+            if group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = torch_private.default_to_foreach(real["params"], False, False)[1]
         # The traced step creates the state, because optimizers read numbers from an existing one.
         optimizer.state.clear()
     return model, optimizers
@@ -275,16 +279,6 @@ def _fake(mode: Any, tensor: Tensor, device: torch.device) -> Tensor:
     with mode:
         moved = torch.empty_like(fake, device=device)
     return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
-
-
-def _copy_foreach(optimizer: torch.optim.Optimizer, original: torch.optim.Optimizer) -> None:
-    """Sets the default of `foreach` that torch would choose for the real parameters of the original.
-
-    For fake tensors it would choose the loop over parameters, which needs less memory.
-    """
-    for group, real in zip(optimizer.param_groups, original.param_groups, strict=True):
-        if group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = torch_private.default_to_foreach(real["params"], False, False)[1]
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> float:
@@ -393,18 +387,11 @@ def _run(step: Step, tracker: Any, operators: OperatorMode, master_ratio: float)
         "dispatched": sum(dispatched.values()),
         "master_ratio": master_ratio,
     }
-    return Recording(tuple(phases), _peak_of_step(stepped, after), scalars)
-
-
-def _peak_of_step(moments: Sizes, after: Sizes) -> Sizes:
-    """Returns the moment with the most bytes.
-
-    Optimizer state that does not exist after the step is counted as temporary.
-    """
-    peak: Sizes = moments[moments.sum(1).argmax()].copy()
+    # Optimizer state that does not exist after the step is counted as temporary.
+    peak: Sizes = stepped[stepped.sum(1).argmax()].copy()
     peak[COLUMNS.index("temporary")] += max(0, peak[STATE] - after[STATE])
     peak[STATE] = after[STATE]
-    return peak
+    return Recording(tuple(phases), peak, scalars)
 
 
 def lists_of_blocks(model: nn.Module) -> list[nn.Module]:

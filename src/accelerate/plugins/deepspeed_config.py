@@ -134,18 +134,17 @@ class AutoValues:
         if value != AUTO:
             if must_match and not same_value(value, self.values.get(name)):
                 lines = self.overridden if name in self.overridable else self.mismatches
-                lines.append(self._line(name, value))
+                source = self.sources.get(name, "an argument")
+                expected = shown(self.values[name])
+                lines.append(
+                    f"{name} is {shown(value)} in the DeepSpeed configuration, and {expected} by {source}"
+                )
         elif name not in self.values and name not in self.defaults:
             self.missing.append(name)
         elif (new_value := self.values.get(name, self.defaults.get(name))) is None:
             del config[key]
         else:
             config[key] = self.filled[name] = new_value
-
-    def _line(self, name: str, value: object) -> str:
-        source = self.sources.get(name, "an argument")
-        expected = shown(self.values[name])
-        return f"{name} is {shown(value)} in the DeepSpeed configuration, and {expected} by {source}"
 
     def check_filled(self, mismatches: list[str] | None = None) -> None:
         """Raises a `ConfigurationError` with missing values and mismatches.

@@ -453,7 +453,10 @@ class Recovery(ReplicaGroups):
             self._outcome = self._membership.commit()
             if self._outcome:
                 self._loader.advance()
-                self._share_requests()
+                assert self._flags.grad is not None
+                for name, count in zip(REQUESTS, self._flags.grad.tolist(), strict=False):
+                    if count:
+                        self._shared[name], self._requested[name] = True, False
                 self._note_step(self._membership.num_committed)
             else:
                 for state in self._states:
@@ -492,13 +495,6 @@ class Recovery(ReplicaGroups):
             )
         if changed:
             self._membership.send_from_first(self.members, changed)
-
-    def _share_requests(self) -> None:
-        """Takes the requests of all members, which were added up with the gradients of the step."""
-        assert self._flags.grad is not None
-        for name, count in zip(REQUESTS, self._flags.grad.tolist(), strict=False):
-            if count:
-                self._shared[name], self._requested[name] = True, False
 
     def read_request(self, name: Request, is_requested: bool) -> bool:
         """Returns whether to save or to stop, which all members do after the same step.

@@ -38,7 +38,9 @@ class MemberTransport(Transport):
         # Each member adds its bytes to zeros, so that sums are the only collective that may fail.
         parts = own.new_zeros((self._members.size, *own.shape))
         parts[self._members.index] = own
-        self._sum(parts.reshape(-1).view(torch.uint8))
+        if self.is_broken or not self._membership.sum(parts.reshape(-1).view(torch.uint8)):
+            self.is_broken = True
+            raise MemberLostError
         return parts.flatten(0, 1)
 
     def gather_object(self, obj: object) -> list[Any]:
@@ -66,8 +68,3 @@ class MemberTransport(Transport):
 
     def barrier(self) -> None:
         self.gather(torch.zeros(1))
-
-    def _sum(self, tensor: Tensor) -> None:
-        if self.is_broken or not self._membership.sum(tensor):
-            self.is_broken = True
-            raise MemberLostError

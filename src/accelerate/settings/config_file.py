@@ -144,7 +144,11 @@ def check(mapping: Mapping[str, Any], path: Path) -> dict[str, Any]:
     for group, key, value in _entries(mapping, problems):
         row = known_keys(group).get(key)
         if row is None:
-            problems.append(_unknown(group, key))
+            known = known_keys(group) if group else [*GROUPS, *known_keys("")]
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = "Remove it, or check the version that wrote the file."
+            hint = f"Did you mean {close[0]}?" if close else hint
+            problems.append(f"{_dotted(group, shortened(key))}: there is no such setting. {hint}")
         elif value is not None:
             try:
                 values[row.name] = row.read(value, _dotted(group, key))
@@ -177,13 +181,6 @@ def known_keys(group: str) -> dict[str, Option]:
 
 def _dotted(group: str, key: str) -> str:
     return f"{group}.{key}" if group else key
-
-
-def _unknown(group: str, key: str) -> str:
-    known = known_keys(group) if group else [*GROUPS, *known_keys("")]
-    close = difflib.get_close_matches(key, known, n=1)
-    hint = f"Did you mean {close[0]}?" if close else "Remove it, or check the version that wrote the file."
-    return f"{_dotted(group, shortened(key))}: there is no such setting. {hint}"
 
 
 def _paradigm(mapping: Mapping[str, Any], path: Path) -> dict[str, bool]:
@@ -299,16 +296,13 @@ class BaseConfig:
 def _in_form(mapping: dict[str, Any], path: Path) -> dict[str, Any]:
     mapping, _ = migrate(mapping)
     usual = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}
-    mapping = {**usual, **mapping, **_typed(check(mapping, path))}
-    mapping["mixed_precision"] = str(mapping.get("mixed_precision") or "no")
-    return {**mapping, **{name: bool(mapping.get(name)) for name in ("use_cpu", "debug")}}
-
-
-def _typed(values: dict[str, Any]) -> dict[str, Any]:
-    """Converts values of the top level for those options that a file may write as text."""
+    values = check(mapping, path)
     rows = {key: row for key, row in known_keys("").items() if row.kind in (bool, int, tuple)}
     typed = {key: values[row.name] for key, row in rows.items() if row.name in values}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in typed.items()}
+    lists = {key: list(value) for key, value in typed.items() if isinstance(value, tuple)}
+    mapping = {**usual, **mapping, **typed, **lists}
+    mapping["mixed_precision"] = str(mapping.get("mixed_precision") or "no")
+    return {**mapping, **{name: bool(mapping.get(name)) for name in ("use_cpu", "debug")}}
 
 
 def _member(kind: type[Enum], name: str, value: object) -> Any:

@@ -337,10 +337,6 @@ class _AfterImport(MetaPathFinder):
         return spec
 
 
-def _after_import(name: str, change: Callable[[Any], None]) -> None:
-    sys.meta_path.insert(0, _AfterImport(name, change))
-
-
 def _redirect_saves(recorder: Recorder) -> None:
     """Lets the script save into a temporary folder, and load from there what it has saved."""
     saved: dict[str, str] = {}
@@ -365,7 +361,7 @@ def _redirect_saves(recorder: Recorder) -> None:
 
         _replace(owner, method, make)
 
-    _after_import("transformers.training_args", partial(_redirect_trainer, recorder))
+    sys.meta_path.insert(0, _AfterImport("transformers.training_args", partial(_redirect_trainer, recorder)))
     redirect(Accelerator, "save_state", "output_dir")
     redirect(Accelerator, "load_state", "input_dir", only_saved=True)
     redirect(Accelerator, "save_model", "save_directory")

@@ -226,7 +226,11 @@ class Recorder:
             label=str(accelerator.distributed_type.value),
         )
         if self.options.initial:
-            self._load_rates()
+            # Other learning rates are reported, and must not lead to further differences.
+            for path in sorted(Path(self.options.initial).glob(RANK_FILE.format("0-0-*"))):
+                for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+                    if line["kind"] == "step":
+                        self._forced_rates[line["optimizer"], line["step"]] = line["rates"]
 
     def _find_groups(self) -> tuple[int, int]:
         """Sets the data-parallel group of this rank, and returns the number of replica groups and its own."""
@@ -260,16 +264,6 @@ class Recorder:
             normalize_in_groups(module, self.options.factor)
         if self.options.traced_step:
             self._trace(number, module)
-
-    def _load_rates(self) -> None:
-        """Takes the learning rates of the other run.
-
-        Their differences are reported, and do not lead to further ones.
-        """
-        for path in sorted(Path(self.options.initial).glob(RANK_FILE.format("0-0-*"))):
-            for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-                if line["kind"] == "step":
-                    self._forced_rates[line["optimizer"], line["step"]] = line["rates"]
 
     def _load_initial(self, number: int, module: nn.Module) -> None:
         """Takes the initial weights of the other run, in a run on one process."""
@@ -387,6 +381,7 @@ class Recorder:
         strategy = self._owner_of(optimizer)._runtime.strategy
         if not strategy.holds_gradients:
             self._norm = norm_of_engine(strategy, optimizer)
+        recovery = services.find(Recovery)
         self.write(
             "step",
             optimizer=self._observed.index(optimizer),
@@ -396,7 +391,7 @@ class Recorder:
             rates=self._rates,
             settings=[settings_of(group) for group in optimizer.param_groups],
             positions=self._positions(optimizer),
-            members=self._num_members(),
+            members=1 if recovery is None or recovery.members is None else recovery.members.size,
             samples=self._samples,
         )
         self._losses, self._samples, self._has_stepped = [], [], False
@@ -445,11 +440,6 @@ class Recorder:
             each for each in self._accelerators if any(known is optimizer for known in each._optimizers)
         )
         return next(owners, self.accelerator)
-
-    def _num_members(self) -> int:
-        """Returns the number of replica groups that take the step."""
-        recovery = services.find(Recovery)
-        return 1 if recovery is None or recovery.members is None else recovery.members.size
 
     def _positions(self, optimizer: torch.optim.Optimizer) -> list[int]:
         """Returns the numbers of steps that prepared schedulers have taken."""

@@ -147,7 +147,8 @@ class DeepSpeed(Strategy):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.engines: list[DeepSpeedEngineWrapper] = []
-        self.replicas = context.topology.size // _ranks_of_sequences(context)
+        mesh = context.request.parallelism
+        self.replicas = context.topology.size // (1 if mesh is None else mesh.sp_size or 1)
         self.known_sizes: list[int] = []  # batch sizes of loaders in earlier calls
         self.call = PrepareCall()
         building.begin(context)
@@ -338,9 +339,3 @@ class DeepSpeed(Strategy):
     def release(self) -> None:
         self.engines.clear()
         self.known_sizes.clear()
-
-
-def _ranks_of_sequences(context: Context) -> int:
-    """Returns the number of ranks that shard each sequence."""
-    mesh = context.request.parallelism
-    return 1 if mesh is None else mesh.sp_size or 1
