@@ -7,7 +7,8 @@ replica groups take part. Each member takes the batches of one or several replic
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,12 @@ from accelerate.data_loader import (
     DataLoaderStateMixin,
     Position,
     StepPlan,
+    data_groups,
     end_use,
     skip_before_sharding,
     skip_first_batches,
 )
+from accelerate.ops import current_transport
 from accelerate.recovery.membership import Members
 from accelerate.state import GradientState, run_observers, step_clock
 
@@ -232,3 +235,46 @@ def check_loader(loader: Any) -> None:
             "its order must be the same on all replica groups",
             "Use shuffle=True, or a sampler whose order depends on its `set_epoch`",
         )
+
+
+def prepare_replicated(
+    number: int,
+    loader: Iterable[Any],
+    recovery: Recovery,
+    prepare: Callable[..., Any],
+    options: Mapping[str, Any],
+) -> RecoveryLoader:
+    """Returns a loader that divides the batches of a step among the members.
+
+    Args:
+        number: Number of the loader in the run.
+        loader: A torch loader.
+        prepare: Returns the prepared loader for keyword arguments of `prepare_data_loader`.
+        options: The keyword arguments of a run of one group.
+    """
+    check_loader(loader)
+    mesh, data_seed = options["torch_device_mesh"], options["data_seed"]
+    groups, group = data_groups(mesh, current_transport().size, current_transport().rank)
+    of_shard = {
+        **options,
+        "rng_types": [],
+        "dispatch_batches": False,
+        "even_batches": True,
+        "use_seedable_sampler": True,
+        "data_seed": recovery.seed if data_seed is None else data_seed,
+        "use_stateful_dataloader": False,
+        "torch_device_mesh": None,
+        "already_sharded": False,
+    }
+
+    def prepare_shard(replica: int, replicas: int) -> Any:
+        numbers = {"num_processes": replicas * groups, "process_index": replica * groups + group}
+        return prepare(loader, **of_shard | numbers)
+
+    def divide(members: Members) -> Any:
+        shard = prepare_shard(members.index, members.size)
+        shard.plan = replace(shard.plan, replicates=current_transport().size > groups)
+        return shard
+
+    shards = [prepare_shard(replica, recovery.num_replicas) for replica in range(recovery.num_replicas)]
+    return RecoveryLoader(number, shards, divide, recovery, shrinks=recovery.shrinks_batch)

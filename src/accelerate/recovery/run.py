@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -16,8 +14,6 @@ from accelerate.settings.sections import RecoverySection
 
 STORE_VARIABLE = "ACCELERATE_RUN_STORE"
 """Variable with the address of the store of the run."""
-HELD = "{}/held/{}"
-"""Key in the store of a life of the run of the names of the checkpoints that a replica group holds."""
 SETTINGS = ("replicas", "min_replicas", "replica_batch", "replica_timeout", "lighthouse")
 
 
@@ -73,27 +69,3 @@ class Run(NamedTuple):
                 f"The store of the run at {self.store} is not reachable: {reason} Check that accelerate "
                 "launch runs on machine 0."
             ) from error
-
-    def common(self, store: Any, life: int, names: list[str]) -> list[str]:
-        """Writes the names of the checkpoints of this replica group, and returns those that all groups hold.
-
-        Args:
-            store: Store of the run.
-            life: Number of times that all replica groups have lost their state.
-            names: Names of the checkpoints, of which the order is kept.
-
-        Raises:
-            RecoveryError: Replica groups did not arrive within the timeout.
-        """
-        store.set(HELD.format(life, self.replica), json.dumps(names))
-        keys = [HELD.format(life, replica) for replica in range(self.replicas)]
-        try:
-            store.wait(keys, timedelta(seconds=self.timeout))
-        except dist.DistError as error:
-            absent = [replica for replica, key in enumerate(keys) if not store.check([key])]
-            raise RecoveryError(
-                f"`load_state` waits for the replica groups {absent}, which did not call it within "
-                f"{self.timeout} s. Call it in all of them, or increase --replica_timeout."
-            ) from error
-        held = [set(json.loads(store.get(key))) for key in keys]
-        return [name for name in names if all(name in each for each in held)]

@@ -10,28 +10,26 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from accelerate import rng, strategies, torch_private
-from accelerate.base import RecoveryError, StateError, wrong_value
+from accelerate import rng, strategies
+from accelerate.base import RecoveryError, StateError
 from accelerate.checkpointing import StateItem, apply_items, capture_items, check_items
-from accelerate.data_loader import Position, data_groups
-from accelerate.launch import FIRST_STEP, arrived_key, begun_key, committed_key, has_steps, read_life
+from accelerate.data_loader import Position
+from accelerate.launch import FIRST_STEP
 from accelerate.logging import get_logger
 from accelerate.ops import Transport, current_transport
-from accelerate.plugins import version_of
+from accelerate.recovery.checks import check_settings, refuse
 from accelerate.recovery.groups import DrivenAccumulation, ReplicaGroups, Request
-from accelerate.recovery.loader import RecoveryLoader, check_loader
+from accelerate.recovery.loader import RecoveryLoader, prepare_replicated
 from accelerate.recovery.membership import Members, Membership
 from accelerate.recovery.run import Run
+from accelerate.recovery.run_values import RunValues
+from accelerate.recovery.step_state import StepState
 from accelerate.recovery.transport import MemberLostError, MemberTransport
 from accelerate.state import GradientState, Leader, record_event, run_observers, services, step_clock
 
@@ -40,31 +38,8 @@ logger = get_logger(__name__)
 Result = TypeVar("Result")
 
 REQUESTS: tuple[Request, ...] = ("save", "stop")
-SEED = "seed"
-"""Key in the store of the run of its seed."""
 PAUSE = 0.2
 """Seconds between two attempts to join a replica group with state."""
-_REFUSED = {
-    "gradient_accumulation_steps": (
-        "replica groups have divided the batches of this step",
-        "Set it between two passes over a loader",
-    ),
-    "windows": (
-        "replica groups repeat steps, and a window has batches that are read before",
-        "Use accumulate(), or leave --replicas out",
-    ),
-    "num_items": (
-        "the items of a step are not known when replica groups repeat it",
-        "Return the mean loss, or leave --replicas out",
-    ),
-}
-"""Reason and fix by option or method that does not work with replica groups."""
-BUCKET_BYTES = 32 * 2**20
-"""Bytes of gradients in one all-reduce over the members."""
-PASSES = "{}/passes/{}"
-"""Key in the store of a life of the run of the number of passes over a loader for training that are over."""
-LEFT = "{}/left/{}/{}"
-"""Key in the store of a life of the run that is set when a loop leaves a pass before its end."""
 
 
 def open_recovery(
@@ -98,6 +73,7 @@ class Recovery(ReplicaGroups):
     Attributes:
         num_replicas: Number of replica groups that were launched.
         replica: Index of this replica group.
+        shrinks_batch: Whether the global batch shrinks with the number of members.
         members: Replica groups of the last step, or None before the first one.
         in_pass: Whether a pass for training is read.
     """
@@ -115,19 +91,16 @@ class Recovery(ReplicaGroups):
         super().__init__(prepared)
         self._run, self._strategy, self._gradients = run, strategy, gradients
         self._items = items
-        self._check()
+        check_settings(strategy.context.request, gradients)
         self.num_replicas, self.replica = run.replicas, run.replica
+        self.shrinks_batch = run.batch == "shrink"
         self.members: Members | None = None
         self.in_pass = False
         self._accumulation: DrivenAccumulation | None = None
         self._membership: Membership | None = None
         self._loader: RecoveryLoader | None = None
         self._outcome: bool | None = None
-        self._has_summed = False  # whether a backward pass of this micro-batch has added up gradients
-        self._sums: list[tuple[nn.Parameter, torch.Tensor]] = []  # of the earlier ones, during another one
-        self._states: list[strategies.ModuleState] = []  # of the models, at the beginning of the step
-        self._kept: list[strategies.ModuleState] = []  # before a micro-batch that must not change the models
-        self._changed: list[strategies.SavedBuffer] = []  # buffers that the step has changed
+        self._step = StepState(strategy, prepared, len(REQUESTS))
         self._is_behind = False
         self._has_committed = False
         self._num_loaders = self._num_barriers = 0
@@ -135,34 +108,11 @@ class Recovery(ReplicaGroups):
         self._transport: MemberTransport | None = None
         self._requested = dict.fromkeys(REQUESTS, False)  # by this replica group, and not shared yet
         self._shared = dict.fromkeys(REQUESTS, False)
-        self._flags = nn.Parameter(torch.zeros(len(REQUESTS) + 1, device=strategy.context.device))
-        self._store = run.connect()
-        self._life = self._ask_store(lambda: read_life(self._store))
-        is_first = run.replica == 0 and not self._ask_store(self._has_begun)
+        self._store = RunValues(run)
+        is_first = run.replica == 0 and not self._store.ask(self._store.has_begun)
         self._leader = services.put(Leader, Leader(is_first, self._wait_for_others))
         services.put(Recovery, self, end=self._shut_down)
         run_observers().add(self)
-
-    def _check(self) -> None:
-        """Raises an error for settings that do not work with replica groups."""
-        request = self._strategy.context.request
-        kinds = {"deepspeed_plugin": request.deepspeed, "megatron_lm_plugin": request.megatron}
-        for name, plugin in kinds.items():
-            if plugin is not None:
-                raise wrong_value(name, type(plugin).__name__, "its engine takes the steps", "Leave it out")
-        if request.fsdp is not None and not version_of(request.fsdp).takes_any_mesh:
-            raise wrong_value("fsdp_version", 1, "replica groups average shards", "Set fsdp_version=2")
-        mesh = request.parallelism
-        if mesh is not None and mesh.pp_enabled:
-            reason = "the ranks of a pipeline add up gradients after the step of their replica group"
-            raise wrong_value("pp_size", mesh.pp_size, reason, "Set pp_size=1, or leave --replicas out")
-        size = self._gradients.global_batch_size
-        if size is not None:
-            reason = "the global batch of replica groups is constant already"
-            raise wrong_value("global_batch_size", size, reason, "Pass gradient_accumulation_steps")
-        if not self._gradients.sync_with_dataloader:
-            reason = "a step would have batches of two passes"
-            raise wrong_value("sync_with_dataloader", False, reason, "Leave it out, or leave --replicas out")
 
     # Prepare
 
@@ -172,10 +122,7 @@ class Recovery(ReplicaGroups):
 
         It is that of torch in the first replica group that asks. Called on all ranks of a replica group.
         """
-        seed = None
-        if current_transport().rank == 0:
-            seed = int(self._store.compare_set(SEED, "", str(torch.initial_seed() % 2**31)))
-        return int(current_transport().broadcast_object(seed))
+        return self._store.ask(self._store.choose_seed)
 
     def drive(self, accumulation: DrivenAccumulation) -> None:
         """Sets the accumulation whose micro-batches begin when a loader yields their batches."""
@@ -185,33 +132,8 @@ class Recovery(ReplicaGroups):
         self, loader: Iterable[Any], prepare: Callable[..., Any], options: Mapping[str, Any]
     ) -> RecoveryLoader:
         """Returns a loader that divides the batches of a step among the members."""
-        check_loader(loader)
-        mesh, data_seed = options["torch_device_mesh"], options["data_seed"]
-        groups, group = data_groups(mesh, current_transport().size, current_transport().rank)
-        total = self.num_replicas * groups
-        of_shard = {
-            **options,
-            "rng_types": [],
-            "dispatch_batches": False,
-            "even_batches": True,
-            "use_seedable_sampler": True,
-            "data_seed": self.seed if data_seed is None else data_seed,
-            "use_stateful_dataloader": False,
-            "torch_device_mesh": None,
-            "already_sharded": False,
-        }
-
-        def prepare_shard(num_shards: int, index: int) -> Any:
-            return prepare(loader, **of_shard | {"num_processes": num_shards, "process_index": index})
-
-        def divide(members: Members) -> Any:
-            shard = prepare_shard(members.size * groups, members.index * groups + group)
-            shard.plan = replace(shard.plan, replicates=current_transport().size > groups)
-            return shard
-
-        shards = [prepare_shard(total, replica * groups + group) for replica in range(self.num_replicas)]
-        number, self._num_loaders = self._num_loaders, self._num_loaders + 1
-        prepared = RecoveryLoader(number, shards, divide, self, shrinks=self._run.batch == "shrink")
+        prepared = prepare_replicated(self._num_loaders, loader, self, prepare, options)
+        self._num_loaders += 1
         self._prepared.custom.append(prepared)
         return prepared
 
@@ -224,11 +146,8 @@ class Recovery(ReplicaGroups):
         scheduler.num_processes *= self.num_replicas
 
     def check_use(self, name: str, value: object) -> None:
-        """Raises an error for an option or a method that does not work with the groups now."""
-        if name == "gradient_accumulation_steps" and not self.in_pass:
-            return
-        reason, fix = _REFUSED[name]
-        raise wrong_value(name, value, reason, fix)
+        if name != "gradient_accumulation_steps" or self.in_pass:
+            refuse(name, value)
 
     def own_folder(self, folder: Path) -> Path:
         """Returns the folder of this replica group, because each keeps its own copy of the same state."""
@@ -246,12 +165,12 @@ class Recovery(ReplicaGroups):
     def begin_pass(self, loader: RecoveryLoader, number: int) -> bool:
         """Returns whether this replica group takes part in a pass for training, which is not over."""
         self.ended()
-        over = self._num_passes_over(loader)
+        over = self._store.num_passes_over(loader.number)
         self._is_behind = number < over
         self._leader.is_leader = self._leader.is_leader and not self._is_behind
         self._set_in_pass(not self._is_behind)
         if number > over:  # an iterator over the pass before is still open
-            self._store.set(PASSES.format(self._life, loader.number), str(number))
+            self._store.set_passes_over(loader.number, number)
         return self.in_pass
 
     def end_pass(self) -> None:
@@ -262,10 +181,6 @@ class Recovery(ReplicaGroups):
         self.in_pass = in_pass
         if self._accumulation is not None:
             self._accumulation.is_driven, self._accumulation.loss_factor = in_pass, 1.0
-
-    def _num_passes_over(self, loader: RecoveryLoader) -> int:
-        key = PASSES.format(self._life, loader.number)
-        return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def begin_step(self, loader: RecoveryLoader) -> Members:
         """Agrees on the members of the next step, and receives their state if this replica group joins."""
@@ -280,7 +195,7 @@ class Recovery(ReplicaGroups):
         if self._membership.num_committed == 0 and loader.position.epoch == epoch:
             self.members = self._begin_together(self.members)
         self._leader.is_leader = self.members.index == 0
-        self._states, self._kept = self._model_states(), []
+        self._step.begin()
         if self.members.size != num_before:
             text = f"{self.members.size} of {self.num_replicas} replica groups take the steps"
             record_event("members", text)
@@ -294,20 +209,20 @@ class Recovery(ReplicaGroups):
         """
         deadline = time.monotonic() + self._run.timeout
         while True:
-            if membership.num_committed == 0 and not self._ask_store(self._has_begun):
-                self._wait_for_all(FIRST_STEP)
+            if membership.num_committed == 0 and not self._store.ask(self._store.has_begun):
+                self._store.wait_for_all(FIRST_STEP)
             members = membership.begin()
             if membership.num_committed:
                 return members
-            life, has_begun, over, is_late = self._ask_store(
+            life, has_begun, over, is_late = self._store.ask(
                 lambda: (
-                    read_life(self._store),
-                    self._has_begun(),
-                    self._num_passes_over(loader),
+                    self._store.read_life(),
+                    self._store.has_begun(),
+                    self._store.num_passes_over(loader.number),
                     time.monotonic() > deadline,
                 )
             )
-            if life != self._life:
+            if life != self._store.life:
                 raise RecoveryError(
                     "All replica groups have ended since this one began, so it does not know where the run "
                     "goes on. The launcher starts it again."
@@ -325,20 +240,6 @@ class Recovery(ReplicaGroups):
             membership.decline()
             time.sleep(PAUSE)
 
-    def _has_begun(self) -> bool:
-        return has_steps(self._store, self.num_replicas)
-
-    def _ask_store(self, ask: Callable[[], Result]) -> Result:
-        """Returns what rank 0 reads from the store of the run.
-
-        Called on all ranks of a replica group.
-        """
-        transport = current_transport()
-        if transport.size == 1:
-            return ask()
-        answer: Result = transport.broadcast_object(ask() if transport.rank == 0 else None)
-        return answer
-
     def check_load(self) -> None:
         """Raises an error if this replica group has taken steps, whose passes are over in all groups."""
         if self._has_committed:
@@ -350,30 +251,22 @@ class Recovery(ReplicaGroups):
 
     def held_by_all(self, names: list[str]) -> list[str]:
         """Returns the names that all replica groups pass, or all names while others train and send state."""
-        return self._ask_store(
-            lambda: names if self._has_begun() else self._run.common(self._store, self._life, names)
-        )
+        store = self._store
+        return store.ask(lambda: names if store.has_begun() else store.held_by_all(names))
 
     def _begin_together(self, members: Members) -> Members:
         """Sends the weights of the first member to the others before the first step."""
         assert self._membership is not None
-        while not self._membership.send_from_first(members, self._weights()):
+        while not self._membership.send_from_first(members, self._step.weights()):
             self._membership.commit()
             members = self._membership.begin()
         return members
-
-    def _weights(self) -> list[torch.Tensor]:
-        models = self._prepared.models
-        return [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
 
     def decline_step(self) -> None:
         """Leaves a step whose members are in a later pass, and which they repeat without this group."""
         assert self._membership is not None
         self._membership.decline()
         self._is_behind = True
-
-    def _model_states(self) -> list[strategies.ModuleState]:
-        return [strategies.ModuleState(self._strategy.unwrap(model)) for model in self._prepared.models]
 
     def begin_micro_batch(
         self, number: tuple[int, int, int], *, is_own: bool, is_last: bool, loss_scale: float
@@ -387,10 +280,7 @@ class Recovery(ReplicaGroups):
             is_last: Whether the optimizer steps after it.
             loss_scale: Factor of its loss, besides that of gradient accumulation.
         """
-        self._restore_kept()
-        if not is_own:
-            self._kept = self._model_states()
-        self._has_summed = False
+        self._step.begin_micro_batch(is_own=is_own)
         digest = hashlib.blake2b(repr((self.seed, *number)).encode(), digest_size=8).digest()
         rng.set_seed(int.from_bytes(digest, "little") % 2**31 + current_transport().rank)
         is_first = self._gradients.sync_gradients  # the micro-batch before was the last of its step
@@ -401,11 +291,6 @@ class Recovery(ReplicaGroups):
         if not (is_first and is_last):
             self._accumulation.begin_window(is_first=is_first, is_last=is_last)
 
-    def _restore_kept(self) -> None:
-        for state in self._kept:
-            state.restore_values()
-        self._kept = []
-
     def before_backward(self, loss: object, arguments: object) -> None:
         """Takes the sums of earlier backward passes of this step, which are not to be added up again."""
         if self.in_pass and self._outcome is not None:
@@ -415,31 +300,15 @@ class Recovery(ReplicaGroups):
                 "parameters between the losses of one of them. Compute all losses of a batch before the "
                 "first optimizer.step(), or leave --replicas out."
             )
-        if not (self._has_summed and self.in_pass):
-            return
-        for parameter in self._trained():
-            if (earlier := parameter.grad) is not None:
-                # DistributedDataParallel writes the next gradients into the memory of its own views.
-                self._sums.append((parameter, earlier.clone() if torch_private.is_view(earlier) else earlier))
-                parameter.grad = None
+        if self.in_pass:
+            self._step.take_sums()
 
     def after_backward(self) -> None:
         """Adds up the gradients of all members, after a backward pass of the last micro-batch."""
         if not (self.in_pass and self._gradients.sync_gradients):
             return
         assert self._membership is not None
-        self._changed = [saved for state in self._states for saved in state.changed_buffers()]
-        self._flags.grad = self._flags.new_tensor([*self._requested.values(), len(self._changed)])
-        parameters = [*self._trained(), self._flags]
-        strategies.sum_gradients(parameters, self._membership.sum, bucket_bytes=BUCKET_BYTES)
-        self._has_summed = True
-        for parameter, earlier in self._sums:
-            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-        self._sums = []
-
-    def _trained(self) -> list[nn.Parameter]:
-        models = self._prepared.models
-        return list(dict.fromkeys(p for model in models for p in model.parameters() if p.requires_grad))
+        self._step.add_up(self._membership, [*self._requested.values()])
 
     def commit(self) -> bool:
         """Returns whether the optimizers take the step, which is decided once for each step."""
@@ -448,53 +317,23 @@ class Recovery(ReplicaGroups):
         if self._outcome is None:
             assert self._membership is not None
             assert self._loader is not None
-            self._restore_kept()
-            self._share_buffers()
+            assert self.members is not None
+            self._step.restore_kept()
+            self._step.share_buffers(self._membership, self.members)
             self._outcome = self._membership.commit()
             if self._outcome:
                 self._loader.advance()
-                assert self._flags.grad is not None
-                for name, count in zip(REQUESTS, self._flags.grad.tolist(), strict=False):
+                for name, count in zip(REQUESTS, self._step.counts, strict=True):
                     if count:
                         self._shared[name], self._requested[name] = True, False
-                self._note_step(self._membership.num_committed)
+                if current_transport().rank == 0:
+                    is_first = not self._has_committed
+                    self._store.note_step(self._membership.num_committed, is_first=is_first)
+                self._has_committed = True
             else:
-                for state in self._states:
-                    state.restore_values()
+                self._step.restore()
                 logger.info("A replica group has ended. The step is repeated with the same samples.")
         return self._outcome
-
-    def _note_step(self, num_committed: int) -> None:
-        """Tells the launcher the number of committed steps."""
-        if current_transport().rank == 0:
-            if not self._has_committed:
-                self._store.set(begun_key(self._life), "1")
-            self._store.set(committed_key(self._run.replica), str(num_committed))
-        self._has_committed = True
-
-    def _share_buffers(self) -> None:
-        """Sends buffers that the step has changed, such as statistics of normalizations, to all members.
-
-        Those of the first member are the ones of its own micro-batches, whoever has ended.
-        """
-        assert self._membership is not None
-        assert self.members is not None
-        if self._flags.grad is None:
-            raise StateError(
-                "optimizer.step() was called without accelerator.backward(loss) in this step, so gradients "
-                "of the replica groups are not added up. Call accelerator.backward(loss) in place of "
-                "loss.backward()."
-            )
-        if self.members.size == 1 or self._membership.has_failed:
-            return
-        changed = [saved.module.get_buffer(saved.name) for saved in self._changed]
-        if self._flags.grad[-1].item() != len(changed) * self.members.size:
-            raise StateError(
-                "Replica groups have changed different buffers of the models in one step, and cannot share "
-                "them. Change the same buffers in the forward of each batch."
-            )
-        if changed:
-            self._membership.send_from_first(self.members, changed)
 
     def read_request(self, name: Request, is_requested: bool) -> bool:
         """Returns whether to save or to stop, which all members do after the same step.
@@ -537,7 +376,7 @@ class Recovery(ReplicaGroups):
         assert self._membership is not None
         if self._outcome is None:
             self._membership.decline()
-        self._store.set(LEFT.format(self._life, loader.number, number), "1")
+        self._store.note_left(loader.number, number)
         while True:
             self.begin_step(loader)
             if loader.position.epoch > number:  # the others have ended the pass meanwhile
@@ -549,8 +388,7 @@ class Recovery(ReplicaGroups):
 
     def is_left(self, loader: RecoveryLoader, number: int) -> bool:
         """Returns whether the loop of a member has left a pass."""
-        key = LEFT.format(self._life, loader.number, number)
-        return self._ask_store(lambda: bool(self._store.check([key])))
+        return self._store.ask(lambda: self._store.is_left(loader.number, number))
 
     def end_data(self) -> bool:
         """Ends the data of a pass on all members together, and returns whether all of them are there."""
@@ -559,23 +397,9 @@ class Recovery(ReplicaGroups):
         self._membership.sum(torch.zeros(1, device=self._strategy.context.device))
         if not self._membership.commit():
             return False
-        over = max(self._num_passes_over(self._loader), self._loader.position.epoch + 1)
-        self._store.set(PASSES.format(self._life, self._loader.number), str(over))
+        over = max(self._store.num_passes_over(self._loader.number), self._loader.position.epoch + 1)
+        self._store.set_passes_over(self._loader.number, over)
         return True
-
-    def _wait_for_all(self, barrier: str) -> None:
-        """Waits until all launched replica groups have arrived at a barrier, or until a timeout."""
-        if current_transport().rank == 0:
-            self._store.set(arrived_key(self._life, barrier, self._run.replica), "1")
-            try:
-                names = [arrived_key(self._life, barrier, replica) for replica in range(self.num_replicas)]
-                self._store.wait(names, timedelta(seconds=self._run.timeout))
-            except dist.DistStoreError:
-                logger.warning(
-                    f"Not all replica groups have arrived within {self._run.timeout} s, and the run goes on "
-                    "without the others."
-                )
-        current_transport().barrier()
 
     def _wait_for_others(self) -> None:
         """Waits for the other replica groups before the first step, and for the members between passes.
@@ -584,8 +408,8 @@ class Recovery(ReplicaGroups):
         """
         if self._membership is None and not self._is_behind:
             self._num_barriers += 1
-            if not self._ask_store(self._has_begun):
-                self._wait_for_all(f"barrier {self._num_barriers}")
+            if not self._store.ask(self._store.has_begun):
+                self._store.wait_for_all(f"barrier {self._num_barriers}")
         elif self.member_transport() is not None:
             self.run(lambda: current_transport().barrier(), alone=lambda: None)
 

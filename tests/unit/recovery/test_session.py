@@ -16,7 +16,9 @@ from accelerate.data_loader import Position
 from accelerate.launch import committed_key
 from accelerate.recovery.loader import RecoveryLoader
 from accelerate.recovery.membership import Members
-from accelerate.recovery.session import PASSES, Recovery
+from accelerate.recovery.run_values import PASSES, RunValues
+from accelerate.recovery.session import Recovery
+from accelerate.recovery.step_state import StepState
 
 
 def new_recovery(**attributes: Any) -> Recovery:
@@ -33,10 +35,12 @@ def test_a_state_is_not_loaded_after_a_step() -> None:
 
 
 def test_a_step_without_backward_of_the_accelerator_is_refused() -> None:
-    flags, members = torch.nn.Parameter(torch.zeros(3)), Members(0, 2)
-    recovery = new_recovery(_flags=flags, _membership=object(), members=members)
+    step = StepState.__new__(StepState)
+    vars(step).update(_flags=torch.nn.Parameter(torch.zeros(3)), _kept=[])
+    recovery = new_recovery(in_pass=True, _outcome=None, _step=step, members=Members(0, 2))
+    vars(recovery).update(_membership=object(), _loader=object())
     with pytest.raises(StateError, match=r"in place of loss\.backward"):
-        recovery._share_buffers()
+        recovery.commit()
 
 
 def test_a_backward_pass_after_a_step_of_the_same_batch_is_refused() -> None:
@@ -92,8 +96,10 @@ class Waiting:
 def begin_again(membership: Waiting, store: Store, timeout: float) -> RecoveryLoader:
     """Begins a step of pass 3 while another replica group has taken steps, and returns the loader."""
     store.update({committed_key(0): "7", PASSES.format(0, 0): "3"})
-    run = SimpleNamespace(timeout=timeout)
-    recovery = new_recovery(_store=store, _life=0, num_replicas=2, _run=run)
+    run = SimpleNamespace(timeout=timeout, replicas=2)
+    run_values = RunValues.__new__(RunValues)
+    vars(run_values).update(_store=store, _run=run, life=0)
+    recovery = new_recovery(_store=run_values, num_replicas=2, _run=run)
     loader = RecoveryLoader.__new__(RecoveryLoader)
     loader.number, loader.position = 0, Position(3, 8)
     recovery._begin_with_state(cast("Any", membership), loader)
