@@ -101,23 +101,25 @@ from accelerate.checkpointing.manifest import (
 )
 from accelerate.checkpointing.parts import (
     CheckpointReader as CheckpointReader,
-    GeneratorsPart as GeneratorsPart,
-    LoaderPart as LoaderPart,
     ModelPart as ModelPart,
     OptimizerPart as OptimizerPart,
     Part as Part,
     Payload as Payload,
     StatePart as StatePart,
-    capture_generators as capture_generators,
-    check_generators as check_generators,
     custom_part as custom_part,
     fill as fill,
     number as number,
     optimizer_parts as optimizer_parts,
-    seed_of as seed_of,
     state_parts as state_parts,
     weights_change as weights_change,
     write_state as write_state,
+)
+from accelerate.checkpointing.rank_parts import (
+    GeneratorsPart as GeneratorsPart,
+    LoaderPart as LoaderPart,
+    capture_generators as capture_generators,
+    check_generators as check_generators,
+    seed_of as seed_of,
 )
 from accelerate.checkpointing.retention import checkpoints_below as checkpoints_below
 from accelerate.checkpointing.saving import (

@@ -28,7 +28,8 @@ from accelerate.base import (
 )
 from accelerate.checkpointing import folder, manifest, retention
 from accelerate.checkpointing.manifest import Manifest
-from accelerate.checkpointing.parts import CheckpointReader, GeneratorsPart
+from accelerate.checkpointing.parts import CheckpointReader
+from accelerate.checkpointing.rank_parts import GeneratorsPart
 from accelerate.checkpointing.saving import describe_failure
 from accelerate.logging import get_logger
 from accelerate.state import Consensus, Topology

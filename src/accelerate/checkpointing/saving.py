@@ -384,14 +384,10 @@ def _owners(places: Sequence[str]) -> dict[str, int]:
 
 def _mixed_states(states: Sequence[str]) -> list[tuple[int, str]]:
     """Returns the failure of the first rank that saves another state than rank 0."""
-    return next(
-        (
-            [(rank, f"it saves {state}, and process 0 saves {states[0]}")]
-            for rank, state in enumerate(states)
-            if state != states[0]
-        ),
-        [],
-    )
+    for rank, state in enumerate(states):
+        if state != states[0]:
+            return [(rank, f"it saves {state}, and process 0 saves {states[0]}")]
+    return []
 
 
 def _with_free_number(request: Request) -> Request:

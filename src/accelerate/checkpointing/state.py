@@ -17,14 +17,13 @@ from accelerate.base import CheckpointError, replace_files, wrong_value
 from accelerate.checkpointing.changes import apply_all
 from accelerate.checkpointing.parts import (
     CheckpointReader,
-    GeneratorsPart,
-    LoaderPart,
     ModelPart,
     Part,
     custom_part,
     optimizer_parts,
     state_parts,
 )
+from accelerate.checkpointing.rank_parts import GeneratorsPart, LoaderPart
 from accelerate.state import PartialState
 
 if TYPE_CHECKING:

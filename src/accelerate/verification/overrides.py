@@ -148,7 +148,7 @@ def _observe_losses(recorder: Recorder) -> None:
             finally:
                 recorder.is_in_pipeline = False
             items, steps = _items_of(self._accumulation), self.gradient_state.num_steps
-            recorder.forget_scaled()
+            recorder.scaled = None
             recorder.end_backward(float(loss), items, 1.0 / steps)
             return loss
 
@@ -157,7 +157,7 @@ def _observe_losses(recorder: Recorder) -> None:
     def scale(original: Callable[..., Any]) -> Any:
         def scale(self: Accumulation, loss: torch.Tensor) -> Any:
             scaled = original(self, loss)
-            recorder.note_scaled(float(scaled.detach()))
+            recorder.scaled = float(scaled.detach())
             return scaled
 
         return scale

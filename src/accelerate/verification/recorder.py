@@ -73,7 +73,7 @@ class Recorder:
         self._unused: list[list[Any]] = []  # samples of batches that no backward pass has used yet
         self._samples: list[list[Any]] = []
         self._losses: list[list[float]] = []
-        self._scaled: float | None = None
+        self.scaled: float | None = None  # last result of `Accumulation.scale`, but for pipelines
         self._observed: list[Any] = []
         self._outputs: dict[str, list[list[float]]] = {}
         self._gradients: dict[str, float] = {}
@@ -285,14 +285,6 @@ class Recorder:
         self._samples += self._unused
         self._unused = []
 
-    def note_scaled(self, loss: float) -> None:
-        """Keeps a loss times its weight in the window, which `Accumulation.scale` returns."""
-        self._scaled = loss
-
-    def forget_scaled(self) -> None:
-        """Forgets the scaled losses of the micro-batches of a pipeline."""
-        self._scaled = None
-
     def begin_backward(self) -> None:
         """Begins a backward pass, or the forward and backward passes of a pipeline.
 
@@ -306,7 +298,7 @@ class Recorder:
         if self._has_stepped or (self._losses and self._were_cleared()):
             self._losses, self._samples, self._has_stepped = [], [], False
         self.use_batches()
-        self._scaled = None
+        self.scaled = None
 
     def _were_cleared(self) -> bool:
         """Returns whether no gradient of earlier backward passes is left."""
@@ -327,7 +319,7 @@ class Recorder:
             items: Number of items over which it is a sum, or None.
             factor: Its weight, where `Accumulation.scale` was not called for it.
         """
-        scaled = loss * factor if self._scaled is None else self._scaled
+        scaled = loss * factor if self.scaled is None else self.scaled
         self._losses.append([scaled, -1.0] if items is None else [loss, items])
 
     def before_step(self, optimizer: Any) -> None:

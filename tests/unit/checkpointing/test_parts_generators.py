@@ -11,7 +11,7 @@ import torch
 
 from accelerate import rng
 from accelerate.base import CheckpointError
-from accelerate.checkpointing import capture_generators, check_generators, parts, seed_of
+from accelerate.checkpointing import capture_generators, check_generators, rank_parts, seed_of
 
 
 def restore(states: Any) -> None:
@@ -74,6 +74,6 @@ def test_the_state_of_this_device_or_the_first_is_restored(
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     first, second = torch.tensor([1]), torch.tensor([2])
-    assert parts._of_this_device([first, second]) is second
-    assert parts._of_this_device([first]) is first
-    assert parts._of_this_device(first) is first
+    assert rank_parts._of_this_device([first, second]) is second
+    assert rank_parts._of_this_device([first]) is first
+    assert rank_parts._of_this_device(first) is first
