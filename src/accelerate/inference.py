@@ -191,7 +191,7 @@ class _Entry(nn.Module):
     Other stages only receive outputs of stages, so the first stage clones the inputs and sends the clones.
     """
 
-    def __init__(self, model: nn.Module, example: Any) -> None:
+    def __init__(self, model: nn.Module, example: object) -> None:
         super().__init__()
         self.model = model
         self._structure = get_data_structure(example)
@@ -229,7 +229,7 @@ class Schedule:
         return f"it is {signature}, and the example was {self._signature}"
 
     @staticmethod
-    def _signature_of(data: Any) -> str:
+    def _signature_of(data: object) -> str:
         return str(recursively_apply(lambda value: f"{value.dtype}{list(value.shape[1:])}", data))
 
 

@@ -32,7 +32,7 @@ class MultiProcessAdapter(_LoggerAdapter):
     with `[RANK n] `, the rank that logs it.
     """
 
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Adds the rank of this process before a message."""
         text, keywords = super().process(msg, kwargs)
         return f"[RANK {_rank()}] {text}", keywords

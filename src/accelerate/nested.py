@@ -39,22 +39,22 @@ class TensorInformation:
     dtype: torch.dtype
 
 
-def is_torch_tensor(tensor: Any) -> bool:
+def is_torch_tensor(tensor: object) -> bool:
     """Returns whether an object is a tensor."""
     return isinstance(tensor, torch.Tensor)
 
 
-def is_torch_xpu_tensor(tensor: Any) -> bool:
+def is_torch_xpu_tensor(tensor: object) -> bool:
     """Returns whether an object is a tensor on an Intel XPU."""
     return isinstance(tensor, torch.Tensor) and tensor.is_xpu
 
 
-def is_tensor_information(tensor_info: Any) -> bool:
+def is_tensor_information(tensor_info: object) -> bool:
     """Returns whether an object is a `TensorInformation`."""
     return isinstance(tensor_info, TensorInformation)
 
 
-def is_namedtuple(data: Any) -> bool:
+def is_namedtuple(data: object) -> bool:
     """Returns whether an object is a named tuple."""
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
@@ -116,7 +116,7 @@ def honor_mapping(obj: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return rebuilt
 
 
-def _arguments_of(kind: Any) -> set[str]:
+def _arguments_of(kind: object) -> set[str]:
     """Returns the names of the constructor's arguments of a dataclass, and no names for another class."""
     return {field.name for field in fields(kind) if field.init} if is_dataclass(kind) else set()
 
@@ -140,7 +140,7 @@ def _copy_with(obj: MutableMapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 def recursively_apply(
     func: Callable[..., Any],
-    data: Any,
+    data: object,
     *args: Any,
     test_type: Callable[[Any], bool] = is_torch_tensor,
     error_on_other_type: bool = False,
@@ -225,17 +225,17 @@ def _send(tensor: Any, device: Any, non_blocking: bool, skip_keys: str | list[st
     return tensor
 
 
-def get_data_structure(data: Any) -> Any:
+def get_data_structure(data: object) -> Any:
     """Returns the structure with a `TensorInformation` for each tensor."""
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
-def get_shape(data: Any) -> Any:
+def get_shape(data: object) -> Any:
     """Returns the structure with the shape of each tensor as a list."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
-def initialize_tensors(data_structure: Any) -> Any:
+def initialize_tensors(data_structure: object) -> Any:
     """Returns the structure with an empty CPU tensor for each `TensorInformation`."""
     return recursively_apply(
         lambda info: torch.empty(info.shape, dtype=info.dtype),
@@ -244,7 +244,7 @@ def initialize_tensors(data_structure: Any) -> Any:
     )
 
 
-def iterate_tensors(data: Any) -> Iterator[torch.Tensor]:
+def iterate_tensors(data: object) -> Iterator[torch.Tensor]:
     """Yields the tensors of a structure in order."""
     if isinstance(data, torch.Tensor):
         yield data
@@ -257,12 +257,12 @@ def iterate_tensors(data: Any) -> Iterator[torch.Tensor]:
             yield from iterate_tensors(item)
 
 
-def contains_tensor(data: Any) -> bool:
+def contains_tensor(data: object) -> bool:
     """Returns whether a structure contains a tensor."""
     return next(iterate_tensors(data), None) is not None
 
 
-def find_batch_size(data: Any) -> int:
+def find_batch_size(data: object) -> int:
     """Returns the size of the first dimension of the first tensor that has one.
 
     Raises:
@@ -293,7 +293,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
     return next((int(tensor.size(0)) for tensor in iterate_tensors(data) if tensor.ndim), None)
 
 
-def listify(data: Any) -> Any:
+def listify(data: object) -> Any:
     """Returns the structure with each tensor as nested lists of Python numbers."""
     return recursively_apply(_as_list, data)
 
@@ -335,7 +335,7 @@ def _as_coo(tensor: torch.Tensor) -> torch.Tensor:
     return coo
 
 
-def _is_nested(item: Any) -> bool:
+def _is_nested(item: object) -> bool:
     return isinstance(item, (torch.Tensor, tuple, list, Mapping))
 
 
@@ -383,6 +383,6 @@ def _cat(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     return torch.cat(tuple(tensors), dim=dim)
 
 
-def find_device(data: Any) -> torch.device | None:
+def find_device(data: object) -> torch.device | None:
     """Returns the device of the first tensor of a structure, or None without tensors."""
     return next((tensor.device for tensor in iterate_tensors(data)), None)

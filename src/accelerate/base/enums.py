@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 class EnumWithContains(EnumMeta):
     """Metaclass whose `in` tests for a value, as in `"fp16" in PrecisionType`, on every supported Python."""
 
-    def __contains__(cls, item: Any) -> bool:
+    def __contains__(cls, item: object) -> bool:
         try:
             cls(item)
         except ValueError:

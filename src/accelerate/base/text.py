@@ -109,12 +109,12 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
     return destination
 
 
-def recursive_getattr(obj: Any, attr: str) -> Any:
+def recursive_getattr(obj: object, attr: str) -> Any:
     """Returns an attribute by its dotted path, as in `recursive_getattr(model, "encoder.layer")`."""
     return reduce(getattr, attr.split("."), obj)
 
 
-def plain_value(value: Any) -> Any:
+def plain_value(value: object) -> Any:
     """Returns the plain string or number of an enumeration member or a subclass of `str`.
 
     Libraries pass choices as members of their own enumerations, and `str()` of those gives the class name.

@@ -13,7 +13,9 @@ from accelerate.base import wrong_value
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-def arguments_of(model: nn.Module, batch: Any, has_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+def arguments_of(
+    model: nn.Module, batch: object, has_loss: bool
+) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Returns the arguments of a model, and the target of its loss function.
 
     Args:
@@ -39,7 +41,7 @@ def arguments_of(model: nn.Module, batch: Any, has_loss: bool) -> tuple[tuple[An
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}, batch
 
 
-def loss_of(outputs: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
+def loss_of(outputs: object, target: object, loss_fn: LossFunction | None) -> Tensor:
     """Returns the loss of a micro-batch."""
     if loss_fn is not None:
         loss: Any = loss_fn(outputs, target)

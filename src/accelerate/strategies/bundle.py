@@ -37,12 +37,12 @@ _SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler, AcceleratedScheduler)
 _OPTIMIZER_METHODS = ("param_groups", "add_param_group", "zero_grad", "step", "state_dict")
 
 
-def _is_scheduler(obj: Any) -> bool:
+def _is_scheduler(obj: object) -> bool:
     methods = (getattr(obj, name, None) for name in ("step", "get_last_lr"))
     return isinstance(obj, _SCHEDULERS) or all(map(callable, methods))
 
 
-def _is_optimizer(obj: Any) -> bool:
+def _is_optimizer(obj: object) -> bool:
     # The schedule-free wrapper of an optimizer has no base class.
     return isinstance(obj, torch.optim.Optimizer) or all(hasattr(obj, name) for name in _OPTIMIZER_METHODS)
 
@@ -56,18 +56,18 @@ KINDS: tuple[tuple[Kind, Callable[[Any], bool]], ...] = (
 """Condition of each kind, of which the first that is true counts."""
 
 
-def placeholder_kind(obj: Any) -> Kind | None:
+def placeholder_kind(obj: object) -> Kind | None:
     """Returns the kind of the object that an engine builds in place of `obj`, or None for other objects."""
     kind = getattr(type(obj), "placeholder_for", None)
     return kind if isinstance(kind, Kind) else None
 
 
-def kind_of(obj: Any) -> Kind:
+def kind_of(obj: object) -> Kind:
     """Returns the kind of an object, `Kind.OTHER` for objects that `prepare` returns unchanged."""
     return placeholder_kind(obj) or next((kind for kind, holds in KINDS if holds(obj)), Kind.OTHER)
 
 
-def is_prepared(obj: Any) -> bool:
+def is_prepared(obj: object) -> bool:
     """Returns whether an object is the result of a `prepare` call."""
     return (
         isinstance(obj, (AcceleratedOptimizer, AcceleratedScheduler))

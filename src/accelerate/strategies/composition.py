@@ -64,7 +64,7 @@ def _shards_some(strategy: Strategy) -> bool:
     return is_sharding or _has(MeshAxis.PP)(strategy) or _has(MeshAxis.EP)(strategy)
 
 
-def _is_sharded(strategy: Strategy, obj: Any, requested: bool | None) -> bool:
+def _is_sharded(strategy: Strategy, obj: object, requested: bool | None) -> bool:
     return isinstance(obj, nn.Module) and strategy.keeps_sharding(obj)
 
 
@@ -72,7 +72,7 @@ def _recomputes(strategy: Strategy) -> bool:
     return strategy.context.request.activations is not None
 
 
-def _is_compiled(strategy: Strategy, obj: Any, requested: bool | None) -> bool:
+def _is_compiled(strategy: Strategy, obj: object, requested: bool | None) -> bool:
     return isinstance(obj, nn.Module) and strategy.context.request.dynamo.backend != DynamoBackend.NO
 
 
@@ -80,13 +80,13 @@ def _never(strategy: Strategy) -> bool:
     return False
 
 
-def _steps_matrices(strategy: Strategy, obj: Any, requested: bool | None) -> bool:
+def _steps_matrices(strategy: Strategy, obj: object, requested: bool | None) -> bool:
     if not isinstance(obj, AcceleratedOptimizer):
         return False
     return needs_whole_matrices(obj.optimizer) if requested is None else requested
 
 
-def _may_be_packed(strategy: Strategy, obj: Any, requested: bool | None) -> bool:
+def _may_be_packed(strategy: Strategy, obj: object, requested: bool | None) -> bool:
     """Returns whether the first batch of a model with positions is checked, which each rank computes."""
     if not isinstance(obj, nn.Module) or not strategy.context.request.dataloader_config.check_packing:
         return False
@@ -121,7 +121,7 @@ def compose(strategy: Composed) -> Composed:
     return strategy
 
 
-def admit(strategy: Strategy, obj: Any, requested: bool | None = None) -> None:
+def admit(strategy: Strategy, obj: object, requested: bool | None = None) -> None:
     """Adds the layers to a strategy that an object needs, before it is prepared.
 
     Args:

@@ -405,11 +405,11 @@ class DataParallel(Strategy):
         return _replica(model) or next((replica for replica in replicas if replica.module is model), None)
 
 
-def _is_frozen(obj: Any) -> bool:
+def _is_frozen(obj: object) -> bool:
     return isinstance(obj, nn.Module) and not any(p.requires_grad for p in obj.parameters())
 
 
-def _mean_unless_joining(strategy: ref[DataParallel], loss: Any) -> Any:
+def _mean_unless_joining(strategy: ref[DataParallel], loss: torch.Tensor) -> Any:
     """Returns the mean loss of a closure, or the loss itself if other ranks may have no batch."""
     owner = strategy()  # it has the optimizers, which have this function
     return loss if owner is not None and owner.is_joining() else mean_over_ranks(loss)

@@ -35,7 +35,7 @@ class GatheredState(StrategyState):
         return weights, partial(self._gather, whole)
 
     @torch.no_grad()
-    def _gather(self, whole: Callable[[Any], Tensor], weight: Any) -> Any:
+    def _gather(self, whole: Callable[[Any], Tensor], weight: torch.Tensor) -> Any:
         """Returns a whole tensor on the CPU of the first rank of each node, and an empty one on others.
 
         Other values, such as extra states of modules, are returned unchanged.
@@ -121,7 +121,7 @@ class WholeOptimizer(GatheredOptimizer):
 
 
 @torch.no_grad()
-def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
+def gather_state(optimizer: torch.optim.Optimizer, keep: bool) -> dict[str, Any]:
     """Returns the full state dict of an optimizer on the CPU, without states if `keep` is False.
 
     Called on all ranks.
@@ -136,7 +136,7 @@ def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
     for key in state["state"].keys() - numbered.keys():
         refuse_inner_dtensors(repr(key), {key: state["state"][key]})
 
-    def gather(value: Any) -> Any:
+    def gather(value: object) -> Any:
         if not isinstance(value, DTensor):
             return value
         whole = to_full_tensor(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.planning import Layout
 from accelerate.strategies.bundle import Bundle
 from accelerate.strategies.state import StrategyState
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Ranks = tuple[int, ...]
 Norm = Callable[[Sequence[Tensor], float], Tensor]
@@ -120,7 +123,7 @@ class Layer:
     def follow_parameters(self) -> None:
         """Follows changes of parameters, after objects are prepared and before states are saved or loaded."""
 
-    def transform_loader(self, loader: Any, model: Any) -> Any:
+    def transform_loader(self, loader: Iterable[Any], model: nn.Module) -> Any:
         """Returns a loader of this rank's part of each batch, which is `loader` itself by default.
 
         Args:
@@ -129,7 +132,7 @@ class Layer:
         """
         return loader
 
-    def loader_mesh(self, mesh: Any) -> Any:
+    def loader_mesh(self, mesh: DeviceMesh | None) -> Any:
         """Returns the mesh over which loaders shard batches, which is that of the run by default."""
         return mesh
 
@@ -151,7 +154,13 @@ class Layer:
         return nullcontext()
 
     def train_batch(
-        self, model: nn.Module, batch: Any, loss_fn: Any, scale: Callable[[Tensor], Tensor], *, is_sum: bool
+        self,
+        model: nn.Module,
+        batch: object,
+        loss_fn: object,
+        scale: Callable[[Tensor], Tensor],
+        *,
+        is_sum: bool,
     ) -> Tensor | None:
         """Computes the gradients of a batch and returns its loss, or None for a model that is called.
 
@@ -212,7 +221,7 @@ class WeakStrategy:
         strategy: The strategy.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: object) -> None:
         self._reference = ref(strategy)
 
     def __call__(self) -> Any:

@@ -151,7 +151,7 @@ class MatrixOwners(Owners):
 
     # Steps
 
-    def step(self, take_step: Callable[[], Any], closure: Any = None) -> Any:
+    def step(self, take_step: Callable[[], Any], closure: object = None) -> Any:
         """Steps the matrices of this rank, and the parameters that are stepped in shards.
 
         Called on all ranks.
@@ -269,7 +269,9 @@ class MatrixOwners(Owners):
             packets.exchange(bucket[0].dtype)
 
 
-def _refuse_other_steps(prepared: ref[AcceleratedOptimizer], optimizer: Any, *_: Any) -> None:
+def _refuse_other_steps(
+    prepared: ref[AcceleratedOptimizer], optimizer: torch.optim.Optimizer, *_: Any
+) -> None:
     """Raises an error if a program calls `step` of the optimizer that it has passed to `prepare`."""
     if prepared() is not None and not hasattr(optimizer, _STEPPING_MARK):
         raise StateError(
@@ -319,7 +321,7 @@ class WholeMatrices(Layer):
             print(_describe_steps(optimizer, topology.size))
 
 
-def _keys_of(strategy: Callable[[], Strategy], optimizer: Any) -> Sequence[Sequence[str]]:
+def _keys_of(strategy: Callable[[], Strategy], optimizer: torch.optim.Optimizer) -> Sequence[Sequence[str]]:
     """Returns the keys of the parameters of an optimizer, which the strategy has, with other objects."""
     return strategy().state.parameter_keys(optimizer)
 

@@ -115,7 +115,7 @@ def find_held_loaders(objects: Iterable[Any]) -> list[str]:
     ]
 
 
-def _holds_loader(obj: Any) -> bool:
+def _holds_loader(obj: object) -> bool:
     """Returns whether an object has a loader or an iterator of one that is neither prepared nor sharded."""
     visited, waiting = dict[int, Any](), [obj]
     while waiting and len(visited) < _MOST_OBJECTS:
@@ -130,7 +130,7 @@ def _holds_loader(obj: Any) -> bool:
     return False
 
 
-def _parts(obj: Any) -> Iterable[Any]:
+def _parts(obj: object) -> Iterable[Any]:
     """Returns the objects that an iterable refers to, and none for other objects."""
     kind = type(obj)
     is_iterable = hasattr(kind, "__iter__") or hasattr(kind, "__next__")

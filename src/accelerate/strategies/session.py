@@ -124,7 +124,7 @@ class PrepareSession:
             self.remap([*self.waiting, *self.prepared.optimizers])
         return changed
 
-    def optimizers_of(self, scheduler: Any) -> list[AcceleratedOptimizer]:
+    def optimizers_of(self, scheduler: object) -> list[AcceleratedOptimizer]:
         """Returns the prepared optimizers of a scheduler."""
         inner = getattr(scheduler, "optimizer", None)
         return [optimizer for optimizer in self.prepared.optimizers if _is_or_wraps(optimizer, inner)]
@@ -144,7 +144,7 @@ class PrepareSession:
         self.dropped.clear()
 
 
-def _is_or_wraps(optimizer: Any, inner: Any) -> bool:
+def _is_or_wraps(optimizer: object, inner: object) -> bool:
     """Returns whether an optimizer is another one, or wraps it, in any number of wrappers."""
     while optimizer is not None and optimizer is not inner:
         optimizer = getattr(optimizer, "optimizer", None)

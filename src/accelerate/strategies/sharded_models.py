@@ -108,7 +108,7 @@ class ShardedModel:
         }
         self._hooks: list[RemovableHandle] = []
 
-    def fits(self, mesh: Any, num_ranks: int) -> bool:
+    def fits(self, mesh: DeviceMesh | None, num_ranks: int) -> bool:
         """Returns whether loaders give one batch to ranks that work on the same batch.
 
         Args:
@@ -236,7 +236,7 @@ class ShardedModels(Layer):
         if is_whole or self._stages_of(model) is not None:
             self.adopt(model).send_unsharded()
 
-    def loader_mesh(self, mesh: Any) -> Any:
+    def loader_mesh(self, mesh: DeviceMesh | None) -> Any:
         return self._mesh_for(self.models.values())
 
     def _mesh_for(self, models: Iterable[ShardedModel]) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -20,6 +20,9 @@ from accelerate.hooks import get_state_dict_offloaded_model, is_any_offloaded, s
 from accelerate.strategies.dtensors import named_parameters, names_by_group
 from accelerate.strategies.matrix_states import gather_owned_states, owned_states
 from accelerate.strategies.request import Context
+
+if TYPE_CHECKING:
+    import torch
 
 WholeWeights = tuple[dict[str, Any], Callable[[Any], Tensor]]
 """Weights of a model by name, which have a shape and a dtype, and a function that returns one as a tensor."""
@@ -138,18 +141,20 @@ class StrategyState:
         """Returns the object that saves and loads this rank's shards of a model, without other ranks."""
         return ModuleShards(self._inner(model))
 
-    def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardedState:
+    def optimizer_shards(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> ShardedState:
         """Returns the object that saves and loads this rank's shards of an optimizer state."""
         return OptimizerShards(optimizer, self.parameter_names(optimizer, models), owned_states(optimizer))
 
-    def parameter_keys(self, optimizer: Any) -> list[list[str]]:
+    def parameter_keys(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """Returns a key of each parameter of each group of an optimizer, which is equal on all ranks."""
         return [
             [f"parameter {index} of group {number}" for index, _ in enumerate(group["params"])]
             for number, group in enumerate(optimizer.param_groups)
         ]
 
-    def parameter_names(self, optimizer: Any, models: Sequence[nn.Module]) -> list[list[list[str]]]:
+    def parameter_names(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
+    ) -> list[list[list[str]]]:
         """Returns the names of the parameters of an optimizer in some models, by group and parameter."""
         return names_by_group(optimizer, [named_parameters(self._inner(model)) for model in models])
 

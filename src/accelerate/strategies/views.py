@@ -15,11 +15,11 @@ class _Identity(torch.autograd.Function):
     """Identity whose output may change in place."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: object, tensor: Tensor) -> Tensor:
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
         return gradients[0]
 
 
@@ -29,7 +29,7 @@ def identical(tensor: Tensor) -> Tensor:
     return identity(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 
-def without_views(values: Any) -> Any:
+def without_views(values: object) -> Any:
     """Returns nested values with tensors that are no views."""
     return torch_private.pytree.tree_map_only(
         Tensor, lambda tensor: identical(tensor) if torch_private.is_view(tensor) else tensor, values
@@ -53,5 +53,5 @@ def shard_unit(unit: nn.Module, **options: Any) -> None:
     fully_shard(unit, **options)
 
 
-def _replace_views(module: nn.Module, args: Any, outputs: Any) -> Any:
+def _replace_views(module: nn.Module, args: tuple[Any, ...], outputs: object) -> Any:
     return without_views(outputs)

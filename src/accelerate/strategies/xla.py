@@ -240,7 +240,7 @@ class XlaFullyShard(XlaReplicas):
             unit.register_forward_hook(self._shard_output)
         return self.compile(model)
 
-    def _shard_output(self, unit: nn.Module, inputs: Any, output: Any) -> None:
+    def _shard_output(self, unit: nn.Module, inputs: object, output: object) -> None:
         """Shards the rows of outputs over the devices."""
         for tensor in iterate_tensors(output):
             if of_device(tensor.device).own_runtime:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
 from accelerate import torch_private
 from accelerate.base import ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
 
 Value = TypeVar("Value")
 
@@ -32,7 +35,9 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return fsdp2_canonicalize_names(dict(model.named_parameters(remove_duplicate=False)))
 
 
-def names_by_group(optimizer: Any, named: Sequence[Mapping[str, nn.Parameter]]) -> list[list[list[str]]]:
+def names_by_group(
+    optimizer: torch.optim.Optimizer, named: Sequence[Mapping[str, nn.Parameter]]
+) -> list[list[list[str]]]:
     """Returns the names of each parameter of each group of an optimizer, the usual one first.
 
     They begin with the number of the model if the optimizer steps several models.

@@ -35,7 +35,7 @@ def fsdp2_switch_optimizer_parameters(
     _switch_held(optimizer, mapping, visited)
 
 
-def _switch_held(held: Any, mapping: Mapping[Tensor, Tensor], visited: set[int]) -> Any:
+def _switch_held(held: object, mapping: Mapping[Tensor, Tensor], visited: set[int]) -> Any:
     """Returns an object of an optimizer with its parameters replaced, which is changed in place if possible.
 
     Args:
@@ -144,7 +144,9 @@ class _ConstantTensor(NamedTuple):
         return torch.full_like(parameter.detach(), self.value, dtype=self.dtype)
 
 
-def _constant_states(optimizer: Any, names: Mapping[int, str]) -> dict[str, dict[str, Any]] | None:
+def _constant_states(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> dict[str, dict[str, Any]] | None:
     """Returns the states that an optimizer has created in its constructor, such as Adagrad, on rank 0.
 
     Called on all ranks. It is None if the states differ between elements.
@@ -161,19 +163,21 @@ def _constant_states(optimizer: Any, names: Mapping[int, str]) -> dict[str, dict
     return current_transport().broadcast_object(read, MAIN)  # type: ignore[no-any-return]
 
 
-def _is_constant(value: Any, shape: torch.Size) -> bool:
+def _is_constant(value: object, shape: torch.Size) -> bool:
     if not isinstance(value, Tensor) or value.numel() < 2:
         return True
     return value.shape == shape and not value.is_meta and bool((value == value.flatten()[0]).all())
 
 
-def _read_constant(value: Any, shape: torch.Size) -> Any:
+def _read_constant(value: object, shape: torch.Size) -> Any:
     if not isinstance(value, Tensor) or value.shape != shape or not value.numel():
         return value
     return _ConstantTensor(value.flatten()[0].item(), value.dtype)
 
 
-def _put(optimizer: Any, group: dict[str, Any], parameters: list[Any], seen: set[int]) -> None:
+def _put(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: list[Any], seen: set[int]
+) -> None:
     """Sets the parameters of a group of an optimizer, each once.
 
     Args:

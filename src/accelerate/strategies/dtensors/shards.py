@@ -47,7 +47,7 @@ def whole_tensor(value: Any) -> Tensor:
     return whole.detach()
 
 
-def distribute_like(value: Any, like: Tensor) -> Any:
+def distribute_like(value: object, like: Tensor) -> Any:
     """Returns the shard of a full tensor, distributed like another tensor of its shape.
 
     Other values are returned unchanged.

@@ -111,12 +111,12 @@ def _zero_grad(unit: Any, set_to_none: bool = True) -> None:
     torch_private.zero_sharded_gradients(unit, set_to_none)
 
 
-def _class_of_zero_grad(unit: Any) -> Any:
+def _class_of_zero_grad(unit: object) -> Any:
     """Returns the class of a unit that has `_zero_grad`, from which a user's class may be derived."""
     return next(kind for kind in type(unit).__mro__ if vars(kind).get("zero_grad") is _zero_grad)
 
 
-def _reshard(model: nn.Module, args: Any, output: Any) -> None:
+def _reshard(model: nn.Module, args: tuple[Any, ...], output: object) -> None:
     if not torch.is_grad_enabled():
         _reshard_units(model)
 

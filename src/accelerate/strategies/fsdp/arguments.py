@@ -21,17 +21,19 @@ def check_arguments(unit: nn.Module) -> None:
     passed: set[int] = set()  # ids of the lists and dicts of the caller
     copies: list[tuple[Any, list[Any]]] = []  # those of the forward, and what they contained before it
 
-    def before_fsdp(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before_fsdp(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not torch.compiler.is_compiling():
             passed.update(map(id, _containers((args, kwargs))))
 
-    def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not torch.compiler.is_compiling():
             copies.extend(
                 (each, _contents(each)) for each in _containers((args, kwargs)) if id(each) not in passed
             )
 
-    def after_forward(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+    def after_forward(
+        module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: object
+    ) -> None:
         if torch.compiler.is_compiling():
             return
         for handle in handles:
@@ -55,7 +57,7 @@ def check_arguments(unit: nn.Module) -> None:
     ]
 
 
-def _containers(values: Any) -> Iterator[Any]:
+def _containers(values: object) -> Iterator[Any]:
     """Yields the lists and dicts in nested values, the outer ones first."""
     if isinstance(values, (list, dict)):
         yield values

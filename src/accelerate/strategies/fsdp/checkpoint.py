@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -39,11 +39,14 @@ from accelerate.strategies.fsdp.strategies import saves_shards
 from accelerate.weights import read_torch, write_torch
 from accelerate.wrappers import extract_model_from_parallel, is_peft_model
 
+if TYPE_CHECKING:
+    import torch
+
 Folder = str | os.PathLike[str]
 
 
 def save_fsdp_model(
-    fsdp_plugin: Any,
+    fsdp_plugin: object,
     accelerator: Any,
     model: nn.Module,
     output_dir: Folder,
@@ -82,7 +85,7 @@ def save_fsdp_model(
 
 
 def load_fsdp_model(
-    fsdp_plugin: Any,
+    fsdp_plugin: object,
     accelerator: Any,
     model: nn.Module,
     input_dir: Folder,
@@ -135,9 +138,9 @@ def load_fsdp_model(
 
 
 def save_fsdp_optimizer(
-    fsdp_plugin: Any,
+    fsdp_plugin: object,
     accelerator: Any,
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer,
     model: nn.Module,
     output_dir: Folder,
     optimizer_index: int = 0,
@@ -173,9 +176,9 @@ def save_fsdp_optimizer(
 
 
 def load_fsdp_optimizer(
-    fsdp_plugin: Any,
+    fsdp_plugin: object,
     accelerator: Any,
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer,
     model: nn.Module,
     input_dir: Folder,
     optimizer_index: int = 0,
@@ -214,7 +217,7 @@ def load_fsdp_optimizer(
     _apply(lambda: part.read(CheckpointReader(path.parent)))
 
 
-def _find(plugin: Any, folder: Path, kind: str, index: int) -> Path:
+def _find(plugin: object, folder: Path, kind: str, index: int) -> Path:
     """Returns the folder of shards or the file, or the one that the plugin selects if there are both."""
     if (folder / shard_index.NAME).is_file():
         return folder
@@ -228,7 +231,7 @@ def _find(plugin: Any, folder: Path, kind: str, index: int) -> Path:
     return paths[0] if saves_shards(plugin) else paths[-1]
 
 
-def _write_whole(path: Path, content: Any) -> None:
+def _write_whole(path: Path, content: object) -> None:
     """Writes one file with `torch.save` on rank 0, on which all ranks wait."""
 
     def write() -> None:

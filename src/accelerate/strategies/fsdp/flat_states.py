@@ -99,7 +99,7 @@ class WholeFlatOptimizer(GatheredOptimizer):
         self.optimizer.load_state_dict(own)
 
 
-def check_flat_state(optimizer: Any, state: Mapping[str, Any]) -> None:
+def check_flat_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Raises if states on this rank are not those of elements of parameters."""
     checkpointing.refuse_unnamed_state(optimizer, state)
     sizes = [p.numel() for group in optimizer.param_groups for p in group["params"]]
@@ -327,7 +327,7 @@ class FlatOptimizerShards:
         return {name: local for local in ranges for name in local.names}
 
 
-def _to_saved(local: LocalRange, value: Any, position: int) -> LocalShards | checkpointing.PlainValue:
+def _to_saved(local: LocalRange, value: object, position: int) -> LocalShards | checkpointing.PlainValue:
     """Returns the part of a value of an optimizer's state that this rank saves."""
     first = local.start == 0 and local.owns(position)
     if not isinstance(value, Tensor):

@@ -179,7 +179,7 @@ def _shard(
     apply_to_shards(model)
 
 
-def _sharding_meshes(accelerator: Any) -> tuple[DeviceMesh, DeviceMesh]:
+def _sharding_meshes(accelerator: object) -> tuple[DeviceMesh, DeviceMesh]:
     """Returns the meshes of all parameters outside of experts, and of those of experts.
 
     The last dimension of a mesh shards parameters, and the first of two replicates them.
@@ -203,7 +203,7 @@ def _sharding_mesh(accelerator: Any) -> DeviceMesh:
         return mesh[tuple(accelerator.state.parallelism_config.fsdp_dim_names)]  # type: ignore[no-any-return]
 
 
-def offload_policy(policy: Any, mesh: DeviceMesh) -> Any:
+def offload_policy(policy: object, mesh: DeviceMesh) -> Any:
     """Returns the offload policy, without pinned memory if the mesh is on the CPU."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -260,7 +260,9 @@ def outermost_wrappers(model: nn.Module) -> dict[nn.Module, nn.Module]:
     return wrappers
 
 
-def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
+def fsdp2_prepare_auto_wrap_policy(
+    fsdp2_plugin: object, model: nn.Module
+) -> Callable[[nn.Module], bool] | None:
     """Returns a function that decides whether a module of a model is a unit.
 
     Args:
@@ -296,7 +298,7 @@ class UnitParameter(NamedTuple):
     parameter: nn.Parameter
 
 
-def choose_units(plugin: Any, model: nn.Module) -> list[nn.Module]:
+def choose_units(plugin: object, model: nn.Module) -> list[nn.Module]:
     """Returns the modules of a model that become units besides the model itself, inner ones first.
 
     A module with a parameter that is tied to the rest of the model becomes no unit.

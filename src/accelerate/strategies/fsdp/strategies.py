@@ -309,7 +309,7 @@ class ReplicatedTensorParallel(TensorParallel):
         return model
 
 
-def offloads(policy: Any) -> bool:
+def offloads(policy: object) -> bool:
     """Returns whether a policy of FSDP 1 or 2 offloads parameters to the CPU."""
     return isinstance(policy, CPUOffloadPolicy) or bool(getattr(policy, "offload_params", False))
 

@@ -56,7 +56,7 @@ class FlatState(FsdpState):
     def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
         return [self._owner(optimizer, gather) for optimizer in optimizers]
 
-    def _owner(self, optimizer: Any, gather: bool) -> Any:
+    def _owner(self, optimizer: torch.optim.Optimizer, gather: bool) -> Any:
         stepped = self._find_root(optimizer)
         if stepped is None:
             return optimizer
@@ -90,13 +90,15 @@ class FlatState(FsdpState):
         root = root_of(model)
         return super().live_weights(model) if root is None else flat_states.whole_shapes(root)
 
-    def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardedState:
+    def optimizer_shards(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> ShardedState:
         stepped = self._find_root(optimizer)
         if stepped is None:
             return super().optimizer_shards(optimizer, models)
         return flat_states.FlatOptimizerShards(optimizer, *stepped)
 
-    def parameter_names(self, optimizer: Any, models: Sequence[nn.Module]) -> list[list[list[str]]]:
+    def parameter_names(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
+    ) -> list[list[list[str]]]:
         """Returns the names of the parameters before they were flattened, in their order."""
         stepped = self._find_root(optimizer)
         if stepped is None:
@@ -308,7 +310,7 @@ def joined_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
     return parameters
 
 
-def _names_of(optimizer: Any, root: FSDP) -> flat_states.Names:
+def _names_of(optimizer: torch.optim.Optimizer, root: FSDP) -> flat_states.Names:
     """Returns the names of the parameters of an optimizer that was built after sharding."""
     # A tied parameter has one name, and a flat parameter one for each parameter in it.
     count = 1 if torch_private.uses_original_parameters(root) else None
@@ -316,6 +318,6 @@ def _names_of(optimizer: Any, root: FSDP) -> flat_states.Names:
     return [[name for names in group for name in names[:count]] for group in groups]
 
 
-def _cast_output(dtype: torch.dtype, module: nn.Module, inputs: Any, output: Any) -> Any:
+def _cast_output(dtype: torch.dtype, module: nn.Module, inputs: object, output: object) -> Any:
     """Casts the output of a float32 module to the dtype of the next module."""
     return recursively_apply(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, output)

@@ -7,7 +7,7 @@ together with tensors of this rank raises an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn
 
@@ -48,7 +48,11 @@ class AbsentTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         tensors = [
             leaf for leaf in torch_private.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)

@@ -39,7 +39,7 @@ class KeptStructures(Layer):
         strategy: Strategy of the run.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: object) -> None:
         self._strategy = WeakStrategy(strategy)
         self.verifications: dict[nn.Module, Verification] = {}
 

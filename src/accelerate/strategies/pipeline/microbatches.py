@@ -34,7 +34,7 @@ class MicroBatch(NamedTuple):
     weight: float
 
 
-def split_batch(values: Any, count: Callable[[int], int]) -> tuple[list[Any], list[int]]:
+def split_batch(values: object, count: Callable[[int], int]) -> tuple[list[Any], list[int]]:
     """Returns parts of nested values along their first dimension, and the number of samples of each.
 
     Args:
@@ -61,7 +61,7 @@ def split_batch(values: Any, count: Callable[[int], int]) -> tuple[list[Any], li
 
 
 def split_into_microbatches(
-    model: nn.Module, batch: Any, count: Callable[[int], int], *, has_loss: bool, is_sum: bool
+    model: nn.Module, batch: object, count: Callable[[int], int], *, has_loss: bool, is_sum: bool
 ) -> list[MicroBatch]:
     """Returns the micro-batches of a batch.
 
@@ -81,7 +81,7 @@ def split_into_microbatches(
     ]
 
 
-def _microbatch(model: nn.Module, part: Any, has_loss: bool, size: int, weight: float) -> MicroBatch:
+def _microbatch(model: nn.Module, part: object, has_loss: bool, size: int, weight: float) -> MicroBatch:
     args, kwargs, target = arguments_of(model, part, has_loss)
     return MicroBatch(args, kwargs, target, size, weight)
 
@@ -142,7 +142,7 @@ def weight_of_labels(
     microbatches: Sequence[MicroBatch],
     index: int,
     shares: Callable[[], tuple[Shares, Shares] | None],
-    outputs: Any,
+    outputs: object,
     skipped: int | None,
 ) -> tuple[float, int | None]:
     """Returns the weight of the loss that a model computes for a micro-batch, as the mean over its labels.
@@ -197,7 +197,7 @@ def _num_skipped(outputs: Any, labels: Any) -> int | None:
     return None
 
 
-def zero_loss(outputs: Any) -> Tensor:
+def zero_loss(outputs: object) -> Tensor:
     """Returns a loss whose gradients are zeros."""
     tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
     return sum((tensor.flatten()[:0].sum() for tensor in tensors), torch.zeros(()))

@@ -62,5 +62,5 @@ def _is_known(node: ast.AST, module: nn.Module, own: str, variables: Mapping[str
     return isinstance(node, _NODES)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return isinstance(value, (str, int)) or (isinstance(value, (tuple, list)) and all(map(_is_plain, value)))

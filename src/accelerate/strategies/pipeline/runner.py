@@ -57,7 +57,7 @@ class Verification(Protocol):
     """Comparison of a pipeline with the model that was not split."""
 
     def check_training(
-        self, pipeline: Pipeline, batch: Any, loss_fn: LossFunction | None, *, is_sum: bool
+        self, pipeline: Pipeline, batch: object, loss_fn: LossFunction | None, *, is_sum: bool
     ) -> bool:
         """Raises an error if the pipeline computes another loss or other gradients for a batch.
 
@@ -65,7 +65,7 @@ class Verification(Protocol):
             Whether they were compared.
         """
 
-    def check_loss(self, pipeline: Pipeline, batch: Any, *, is_sum: bool) -> None:
+    def check_loss(self, pipeline: Pipeline, batch: object, *, is_sum: bool) -> None:
         """Raises an error if the loss that a model computes for a batch is not that of its micro-batches."""
 
     def check_evaluation(self, pipeline: Pipeline, parts: Sequence[MicroBatch], whole: MicroBatch) -> None:
@@ -128,7 +128,7 @@ class Pipeline:
 
     def train(
         self,
-        batch: Any,
+        batch: object,
         loss_fn: LossFunction | None,
         scale: Callable[[Tensor], Tensor],
         *,
@@ -226,7 +226,7 @@ class Pipeline:
         weigh = self._weighing(microbatches)
         compared = pair_to_compare(microbatches) if loss_fn is not None and is_checked else ()
 
-        def finish(outputs: Any, index: int) -> Tensor:
+        def finish(outputs: object, index: int) -> Tensor:
             part = microbatches[index]
             loss = loss_of(outputs, part.target, loss_fn)
             if not loss.requires_grad and torch.is_grad_enabled():
@@ -325,7 +325,7 @@ class Pipeline:
         merged: list[Any] = []
         weigh = self._weighing(microbatches)
 
-        def finish(outputs: Any, index: int) -> Tensor:
+        def finish(outputs: object, index: int) -> Tensor:
             found[index] = outputs
             if len(found) == len(parts):
                 weights = [weigh(i, found[i]) for i in range(len(parts))]
@@ -340,7 +340,7 @@ class Pipeline:
         """Returns a function of the index and the outputs of a micro-batch that returns its weight."""
         shares = cache(partial(shares_of_labels, microbatches))
 
-        def weigh(index: int, outputs: Any) -> float:
+        def weigh(index: int, outputs: object) -> float:
             weight, self._skipped_labels = weight_of_labels(
                 microbatches, index, shares, outputs, self._skipped_labels
             )
@@ -348,7 +348,7 @@ class Pipeline:
 
         return weigh
 
-    def _sent_from_last(self, outputs: Any) -> Any:
+    def _sent_from_last(self, outputs: object) -> Any:
         """Returns the outputs of the last stage on all ranks of the pipeline."""
         pytree = torch_private.pytree
         specs = [specs_of(outputs)]
@@ -571,7 +571,7 @@ def _output(output: Tensor, target: Tensor) -> Tensor:
     return output
 
 
-def _detached(values: Any) -> Any:
+def _detached(values: object) -> Any:
     leaves, tree = flatten(values)
     detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return torch_private.pytree.tree_unflatten(detached, tree)

@@ -29,10 +29,12 @@ class SideEffects:
     def observe(self, name: str, module: nn.Module) -> None:
         """Records what the forwards of a module change from now on."""
 
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             self._before[module] = dict(_values_of(name, module, args, kwargs))
 
-        def after(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        def after(
+            module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: object
+        ) -> None:
             known = self._before.pop(module, {})
             for text, value in _values_of(name, module, args, kwargs):
                 if not _is_same(known.get(text), value):
@@ -42,7 +44,9 @@ class SideEffects:
         module.register_forward_hook(after, with_kwargs=True, prepend=True)
 
 
-def _values_of(name: str, module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+def _values_of(
+    name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
     """Yields attributes, buffers and arguments of a module with their values and the state of the values."""
     for inner, part in module.named_modules(prefix=name):
         for key, value in {**vars(part), **part._buffers}.items():
@@ -57,7 +61,7 @@ def _values_of(name: str, module: nn.Module, args: Any, kwargs: Any) -> Iterator
         yield f"{name} changes its argument {key}", _state_of(value)
 
 
-def _state_of(value: Any) -> tuple[Any, tuple[Any, ...]]:
+def _state_of(value: object) -> tuple[Any, tuple[Any, ...]]:
     """Returns a value with its length and the versions of its tensors."""
     length = len(value) if isinstance(value, (list, dict)) else None
     tensors = tensors_in(value) if isinstance(value, (Tensor, list, tuple, dict)) else []

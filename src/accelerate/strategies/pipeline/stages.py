@@ -81,7 +81,9 @@ class StageRun:
         self._keep(outputs, is_call=True, number=self._position - 1)
         return outputs
 
-    def call_function(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_function(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Returns the outputs of a function of torch in a forward, with the tensors that were received."""
         args, kwargs = self.replace_received((args, kwargs))
         outputs = func(*args, **kwargs)
@@ -90,12 +92,12 @@ class StageRun:
             self._functions.number += 1
         return outputs
 
-    def _keep(self, outputs: Any, *, is_call: bool, number: int) -> None:
+    def _keep(self, outputs: object, *, is_call: bool, number: int) -> None:
         if (is_call, number) in self._keys:
             for index, tensor in enumerate(tensors_in(outputs)):
                 self._kept.setdefault(TensorKey(is_call, number, index), tensor)
 
-    def _next_call(self, submodule: Submodule, args: Any, kwargs: Any) -> Call:
+    def _next_call(self, submodule: Submodule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Returns the call of a submodule in the trace, and begins or ends the stage where it does so."""
         position, self._position = self._position, self._position + 1
         calls = self.trace.calls
@@ -116,12 +118,12 @@ class StageRun:
             self._received = {id(old): (old, new) for old, new in zip(replaced, self.received, strict=True)}
         return call
 
-    def _tensors_of(self, boundary: Boundary, args: Any, kwargs: Any) -> list[Any]:
+    def _tensors_of(self, boundary: Boundary, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Returns the tensors of a boundary, in whose first submodule the forward is."""
         leaves, _ = flatten((args, kwargs))
         return [*(leaves[i] for i in boundary.positions), *(self._kept[key] for key in boundary.keys)]
 
-    def replace_received(self, values: Any) -> Any:
+    def replace_received(self, values: object) -> Any:
         """Returns nested values with received tensors."""
         return replace_tensors(self._received, values)
 
@@ -145,7 +147,11 @@ class ReceivedTensors(TorchFunctionMode):
         self._stage = run
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return self._stage.call_function(func, args, kwargs or {})
 
@@ -435,7 +441,7 @@ def _with_replaced_call(kind: Any) -> type[nn.Module]:
         replaced = self.__dict__[_OWNER]
         return replaced(_original_call(self), *args, **kwargs)
 
-    def refuse_copy(self: nn.Module, protocol: Any) -> Any:
+    def refuse_copy(self: nn.Module, protocol: object) -> Any:
         raise StateError(
             f"{kind.__name__} is in a pipeline, so this rank has only some of its layers, and it cannot be "
             "copied or pickled. Copy the model before `prepare`, and pass both to it. For averaged weights "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -33,6 +33,9 @@ from accelerate.strategies.matrix_states import local_states, owned_states
 from accelerate.strategies.pipeline.runner import Pipeline
 from accelerate.strategies.pipeline.weights import whole_weights
 from accelerate.strategies.state import Fill, WholeWeights
+
+if TYPE_CHECKING:
+    import torch
 
 Names = list[list[list[str]]]
 """Names of each parameter of each group of an optimizer, the saved one first."""
@@ -126,7 +129,7 @@ class PipelineState(GatheredState):
             return super().model_shards(model)
         return StageShards(ModuleShards(self._inner(model)), pipeline, self._owner)
 
-    def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardedState:
+    def optimizer_shards(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> ShardedState:
         names = self.parameter_names(optimizer, models)
         pipelines = [self._pipeline(model) for model in models]
         owners = {}
@@ -138,7 +141,7 @@ class PipelineState(GatheredState):
         shards = OptimizerShards(optimizer, names, owned_states(optimizer))
         return StageOptimizerShards(shards, names, whole, owners)
 
-    def parameter_keys(self, optimizer: Any) -> list[list[str]]:
+    def parameter_keys(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         names = self.parameter_names(optimizer, self.strategy.session.prepared.models)
         return [[own[0] for own in group] for group in names]
 
@@ -147,10 +150,10 @@ class PipelineState(GatheredState):
 
     # Names
 
-    def _names_of(self, optimizer: Any) -> OptimizerNames:
+    def _names_of(self, optimizer: torch.optim.Optimizer) -> OptimizerNames:
         return self._names[_inner(optimizer)]
 
-    def parameter_names(self, optimizer: Any, models: Sequence[nn.Module]) -> Names:
+    def parameter_names(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> Names:
         whole = self._names_of(optimizer)
         by_name = {name: names for group in whole.groups for names in group for name in names}
         return [
@@ -158,7 +161,9 @@ class PipelineState(GatheredState):
             for group in self._members(optimizer, models)
         ]
 
-    def _members(self, optimizer: Any, models: Sequence[nn.Module]) -> list[list[tuple[int, str]]]:
+    def _members(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
+    ) -> list[list[tuple[int, str]]]:
         """Returns the model and the name of each parameter of each group of an optimizer on this rank."""
         names: dict[int, tuple[int, str]] = {}
         for index, model in enumerate(models):
@@ -195,11 +200,11 @@ class PipelineState(GatheredState):
         self._names[optimizer] = OptimizerNames(whole, have_prefix)
 
 
-def _inner(optimizer: Any) -> Any:
+def _inner(optimizer: torch.optim.Optimizer) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _local_shards(value: Any, position: int, owner: Owner) -> Any:
+def _local_shards(value: object, position: int, owner: Owner) -> Any:
     """Returns the part of a value on this rank, which one of the ranks with the value saves."""
     if isinstance(value, (LocalShards, PlainValue)):  # state of a matrix that this rank owns
         return value
@@ -282,7 +287,7 @@ class StageOptimizerShards:
 class WholeOptimizerOfStages:
     """Optimizer that loads the state of all stages in the format of one process."""
 
-    def __init__(self, optimizer: Any, whole: Names, own: Names) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, whole: Names, own: Names) -> None:
         self.optimizer, self._whole, self._own = optimizer, whole, own
 
     def check_state(self, state: Mapping[str, Any]) -> None:

@@ -129,7 +129,7 @@ class Verification:
         self._tolerance = tolerance_of(model, precision)
 
     def check_training(
-        self, pipeline: Pipeline, batch: Any, loss_fn: LossFunction | None, *, is_sum: bool
+        self, pipeline: Pipeline, batch: object, loss_fn: LossFunction | None, *, is_sum: bool
     ) -> bool:
         """Raises an error if a pipeline computes another loss or other gradients than the model on one rank.
 
@@ -166,7 +166,7 @@ class Verification:
         _raise_first(pipeline, self._differences(pipeline, expected, found), None, expected.changes)
         return True
 
-    def check_loss(self, pipeline: Pipeline, batch: Any, *, is_sum: bool) -> None:
+    def check_loss(self, pipeline: Pipeline, batch: object, *, is_sum: bool) -> None:
         """Raises an error if the loss that a model computes for a batch is not that of its micro-batches.
 
         Called on all ranks of the pipeline.
@@ -306,7 +306,7 @@ def _is_per_sample(leaf: Any, leaves: Sequence[Any], sizes: Sequence[int]) -> bo
 
 
 def _split(
-    pipeline: Pipeline, batch: Any, *, has_loss: bool, is_sum: bool
+    pipeline: Pipeline, batch: object, *, has_loss: bool, is_sum: bool
 ) -> tuple[list[MicroBatch], MicroBatch]:
     """Returns the micro-batches of a batch, and the batch as one."""
     split = partial(split_into_microbatches, pipeline.model.model, batch, has_loss=has_loss, is_sum=is_sum)
@@ -320,7 +320,7 @@ def _without_caches(pipeline: Pipeline, parts: Sequence[MicroBatch]) -> list[Mic
     return [part._replace(kwargs=pipeline.without_cache(part.kwargs)) for part in parts]
 
 
-def _check_batches(pipeline: Pipeline, batch: Any) -> None:
+def _check_batches(pipeline: Pipeline, batch: object) -> None:
     """Raises an error if the ranks of a pipeline have different batches."""
     digest = hashlib.sha256()
     for tensor in tensors_in(batch):
@@ -337,7 +337,7 @@ def _check_batches(pipeline: Pipeline, batch: Any) -> None:
         )
 
 
-def _batch_of_first_rank(pipeline: Pipeline, batch: Any) -> Any:
+def _batch_of_first_rank(pipeline: Pipeline, batch: object) -> Any:
     """Returns the batch of rank 0 of the run."""
     if dist.get_world_size() == dist.get_world_size(pipeline.group):
         return batch
@@ -358,7 +358,7 @@ def _calls_of_layers(pipeline: Pipeline, parts: Sequence[MicroBatch]) -> list[li
     ]
 
 
-def _copies(values: Any) -> list[Tensor]:
+def _copies(values: object) -> list[Tensor]:
     """Returns copies of the tensors in nested values, whole ones of DTensors."""
     return [whole_tensor(tensor).clone() for tensor in tensors_in(values)]
 
@@ -373,7 +373,7 @@ def _call(model: nn.Module, part: MicroBatch) -> Any:
 
 
 def _loss_with_reference(
-    loss_fn: LossFunction, model: nn.Module, reference: nn.Module, outputs: Any, target: Any
+    loss_fn: LossFunction, model: nn.Module, reference: nn.Module, outputs: object, target: object
 ) -> Tensor:
     """Returns a loss of the reference, whose weights and attributes the model has meanwhile."""
     with state_of_other(model, reference):
@@ -389,7 +389,7 @@ def _compute(
     finish = finisher and finisher(parts, scale=lambda loss: loss, losses=result.losses, is_checked=True)
     outputs_of_forward: list[LayerOutput] = []
 
-    def record(name: str, module: nn.Module, args: Any, outputs: Any) -> None:
+    def record(name: str, module: nn.Module, args: tuple[Any, ...], outputs: object) -> None:
         outputs_of_forward.append(LayerOutput(name, _copies(outputs)))
 
     for submodule in pipeline.model.split.submodules:
@@ -426,19 +426,19 @@ def _compute_in_pipeline(
     finish = finisher and finisher(parts, scale=lambda loss: loss * SCALE, losses=result.losses)
     waiting: list[tuple[int, LayerCall]] = []  # calls of the current forward
 
-    def record(module: nn.Module, args: Any, outputs: Any) -> None:
+    def record(module: nn.Module, args: tuple[Any, ...], outputs: object) -> None:
         if waiting:
             index, call = waiting.pop(0)
             result.layers[index, call.position] = LayerOutput(call.name, _copies(outputs))
 
-    def compute(stage: int, original: Callable[..., Any], received: Any, index: int) -> Any:
+    def compute(stage: int, original: Callable[..., Any], received: object, index: int) -> Any:
         waiting[:] = [(index, call) for call in calls[index] if call.stage == stage]
         try:
             return original(received, index)
         finally:
             waiting.clear()
 
-    def end(outputs: Any, index: int) -> Tensor:
+    def end(outputs: object, index: int) -> Tensor:
         if finish is not None:
             return finish(outputs, index)
         result.outputs[index] = _copies(outputs)
