@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from accelerate.checkpointing.local_shards import LocalShards, copy_shards, to_l
 from accelerate.checkpointing.parts import Part, map_like
 from accelerate.nested import recursively_apply
 from accelerate.ops import is_dtensor
+
+if TYPE_CHECKING:
+    from accelerate.optimizer import AcceleratedOptimizer
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def object_item(kind: str, owner: Any, part: Part | None = None) -> StateItem:
     return StateItem(kind, owner, part, capture=capture, apply=apply)
 
 
-def optimizer_item(optimizer: Any, part: Part | None = None) -> StateItem:
+def optimizer_item(optimizer: AcceleratedOptimizer, part: Part | None = None) -> StateItem:
     """Returns the item of a prepared optimizer."""
 
     def capture() -> Any:

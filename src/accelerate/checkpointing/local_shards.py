@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # they take half a second to import
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
@@ -156,7 +156,11 @@ def _of_distributed(value: DTensor, position: int, first: int) -> LocalShards:
 
 @lru_cache(maxsize=1024)  # many tensors have the same layout, and torch computes the offsets with tensors
 def _offsets(
-    mesh: Any, coordinate: Shape, placements: Any, shape: torch.Size, local_shape: torch.Size
+    mesh: DeviceMesh,
+    coordinate: Shape,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    local_shape: torch.Size,
 ) -> list[Shape]:
     """Returns the offsets of the shards at a coordinate, which is that of this rank."""
     from torch.distributed.tensor import DTensor

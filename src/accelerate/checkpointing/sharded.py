@@ -403,7 +403,7 @@ def optimizer_change(
     return Change(apply, f"{kind} ({OPTIMIZER})")
 
 
-def _on_meta(value: Any) -> Any:
+def _on_meta(value: torch.Tensor | LocalShards) -> Any:
     """Returns a tensor with the shape and dtype of local shards, or any other value unchanged."""
     is_tensor = isinstance(value, LocalShards)
     return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_tensor else value

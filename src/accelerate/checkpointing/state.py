@@ -40,7 +40,7 @@ def save_accelerator_state(
     dataloaders: Sequence[Any],
     process_index: int,
     step: int,
-    scaler: Any = None,
+    scaler: torch.amp.GradScaler | None = None,
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> Path:
@@ -81,7 +81,7 @@ def load_accelerator_state(
     schedulers: Sequence[Any],
     dataloaders: Sequence[Any],
     process_index: int,
-    scaler: Any = None,
+    scaler: torch.amp.GradScaler | None = None,
     map_location: MAP_LOCATION = None,
     load_kwargs: Mapping[str, Any] | None = None,
     **load_model_func_kwargs: Any,

@@ -286,7 +286,9 @@ def build_outer_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimiz
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
-def _check_options(steps: Any, num_fragments: Any, delay: Any, mixing: Any, quantize: Any) -> None:
+def _check_options(
+    steps: int, num_fragments: int, delay: int, mixing: float | None, quantize: str | None
+) -> None:
     integers = (
         ("local_sgd_steps", steps, 1, None),
         ("num_fragments", num_fragments, 1, steps),

@@ -11,7 +11,7 @@ import copy
 import gc
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -407,7 +407,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [block for block in blocks if next(block.parameters(), None) is not None]
 
 
-def _bytes(tensors: Any) -> int:
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 

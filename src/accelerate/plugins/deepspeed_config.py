@@ -7,7 +7,7 @@ https://www.deepspeed.ai/docs/config-json/
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -296,7 +296,7 @@ def set_precision(config: dict[str, Any], mixed_precision: str) -> None:
             raise wrong_value("mixed_precision", mixed_precision, reason, fix)
 
 
-def split_names(names: Any) -> list[str]:
+def split_names(names: str | Iterable[str] | None) -> list[str]:
     """Returns the class names in a text that separates them by commas, or in a list."""
     parts = names.split(",") if isinstance(names, str) else list(names or ())
     return [part.strip() for part in parts if part.strip()]

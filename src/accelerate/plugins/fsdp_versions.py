@@ -314,6 +314,6 @@ class VersionTwo(FsdpVersion):
 VERSIONS: dict[int, FsdpVersion] = {1: VersionOne(), 2: VersionTwo()}
 
 
-def version_of(plugin: Any) -> FsdpVersion:
+def version_of(plugin: FullyShardedDataParallelPlugin) -> FsdpVersion:
     """Returns the version of FSDP that a plugin selects."""
     return VERSIONS[plugin.fsdp_version]

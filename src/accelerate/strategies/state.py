@@ -24,6 +24,8 @@ from accelerate.strategies.request import Context
 if TYPE_CHECKING:
     import torch
 
+    from accelerate.optimizer import AcceleratedOptimizer
+
 WholeWeights = tuple[dict[str, Any], Callable[[Any], Tensor]]
 """Weights of a model by name, which have a shape and a dtype, and a function that returns one as a tensor."""
 Fill = Callable[[nn.Module, Mapping[str, Any]], None]
@@ -131,7 +133,7 @@ class StrategyState:
         """
         return [self._gathered(each) if gather and owned_states(each) else each for each in optimizers]
 
-    def _gathered(self, optimizer: Any) -> GatheredOptimizer:
+    def _gathered(self, optimizer: AcceleratedOptimizer) -> GatheredOptimizer:
         whole = gather_owned_states(optimizer, optimizer.optimizer.state_dict(), self.keeps_whole_states)
         return GatheredOptimizer(optimizer, whole)
 
@@ -169,7 +171,7 @@ class StrategyState:
                 "parallelism_config."
             )
 
-    def stepped_weights(self, optimizer: Any, model: nn.Module) -> list[Tensor]:
+    def stepped_weights(self, optimizer: AcceleratedOptimizer, model: nn.Module) -> list[Tensor]:
         """Returns the weights of a model on this rank that a prepared optimizer steps."""
         own = set(map(id, model.parameters()))
         return [parameter for parameter in optimizer.parameters() if id(parameter) in own]

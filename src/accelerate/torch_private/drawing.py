@@ -148,7 +148,7 @@ def _alike(batch: Batch, original: Callable[..., Any], factory: Callable[..., An
     return alike
 
 
-def _normal(batch: Batch, original: Callable[..., Any], factory: Any) -> Any:
+def _normal(batch: Batch, original: Callable[..., Any], factory: Callable[..., Any]) -> Any:
     def normal(mean: Any, std: Any = 1.0, *args: Any, **kwargs: Any) -> Any:
         like = next((value for value in (mean, std) if isinstance(value, Tensor)), None)
         size = kwargs.get("size", args[0] if args else ()) if like is None else like.shape

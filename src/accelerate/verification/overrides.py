@@ -279,7 +279,7 @@ class _FilledBatches(BatchSampler):
 class _JoinedBatches:
     """Batches of a sampler of the script, of which several are joined to one."""
 
-    def __init__(self, sampler: Any, factor: int, recorder: Recorder) -> None:
+    def __init__(self, sampler: BatchSampler, factor: int, recorder: Recorder) -> None:
         self.sampler, self.factor, self.recorder = sampler, factor, recorder
 
     def __getattr__(self, name: str) -> Any:
@@ -329,7 +329,7 @@ class _AfterImport(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
-            def exec_module(module: Any) -> None:
+            def exec_module(module: ModuleType) -> None:
                 run(module)
                 self.change(module)
 
@@ -341,7 +341,7 @@ def _redirect_saves(recorder: Recorder) -> None:
     """Lets the script save into a temporary folder, and load from there what it has saved."""
     saved: dict[str, str] = {}
 
-    def target(path: Any) -> str:
+    def target(path: str) -> str:
         key = os.path.abspath(path)
         return saved.setdefault(key, str(recorder.redirected / f"{len(saved)}" / os.path.basename(key)))
 

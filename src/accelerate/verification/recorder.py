@@ -8,7 +8,7 @@ import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -30,6 +30,9 @@ from accelerate.verification.values import (
     seed_of,
     settings_of,
 )
+
+if TYPE_CHECKING:
+    from accelerate.optimizer import AcceleratedOptimizer
 
 
 class Finished(SystemExit):
@@ -322,7 +325,7 @@ class Recorder:
         scaled = loss * factor if self.scaled is None else self.scaled
         self._losses.append([scaled, -1.0] if items is None else [loss, items])
 
-    def before_step(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Measures the gradients of a step."""
         self._begin_run()
         self._begin_models()
@@ -347,7 +350,7 @@ class Recorder:
             for group, rate in zip(optimizer.param_groups, forced, strict=False):
                 group["lr"] = rate
 
-    def _note_sizes(self, optimizer: Any) -> None:
+    def _note_sizes(self, optimizer: AcceleratedOptimizer) -> None:
         """Keeps how large the gradient of each parameter is, relative to the largest one of the step."""
         own, sizes = set(map(id, optimizer.parameters())), dict[str, float]()
         for number, model in self._modules():
@@ -367,7 +370,7 @@ class Recorder:
                 group["lr"] = rate
             self._replaced = None
 
-    def after_update(self, optimizer: Any) -> None:
+    def after_update(self, optimizer: AcceleratedOptimizer) -> None:
         """Writes the record of a step."""
         self._restore_rates()
         strategy = self._owner_of(optimizer)._runtime.strategy
@@ -395,7 +398,7 @@ class Recorder:
             return any(map(self._is_done, self._observed[self.options.traced_optimizer :][:1]))
         return any(map(self._is_done, self._observed))
 
-    def _is_done(self, optimizer: Any) -> bool:
+    def _is_done(self, optimizer: AcceleratedOptimizer) -> bool:
         return bool(optimizer.num_updates >= self.options.steps)
 
     def _is_traced(self) -> bool:
@@ -467,7 +470,7 @@ class Recorder:
             key = f"{number}:{name}"
             module.register_forward_hook(lambda module, _, output, key=key: self._note_output(key, output))
 
-    def _trace_gradients(self, optimizer: Any) -> None:
+    def _trace_gradients(self, optimizer: AcceleratedOptimizer) -> None:
         """Keeps the norm of the gradient of each parameter of an optimizer."""
         own = set(map(id, optimizer.parameters()))
         for number, model in self._modules():

@@ -5,12 +5,17 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from accelerate import torch_private
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.strategies import Strategy
 
 
 def seed_of(*values: Any) -> int:
@@ -18,13 +23,13 @@ def seed_of(*values: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=4).digest(), "little")
 
 
-def module_of(accelerator: Any, model: nn.Module) -> nn.Module:
+def module_of(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """Returns the module of the script in a prepared model."""
     module: nn.Module = accelerator.unwrap_model(model, keep_torch_compile=False)
     return module
 
 
-def norm_of_engine(strategy: Any, optimizer: Any) -> float | None:
+def norm_of_engine(strategy: Strategy, optimizer: AcceleratedOptimizer) -> float | None:
     """Returns the gradient norm of the last step of an engine after clipping, or None if it is unknown."""
     norm = float(strategy.clip_grad_norm(list(optimizer.parameters()), math.inf))
     limit = getattr(optimizer.optimizer, "clip_grad", 0.0) or math.inf

@@ -14,7 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from accelerate.strategies.deepspeed.checks import check_hardware
 from accelerate.strategies.deepspeed.engine import DummyOptim, DummyScheduler
 from accelerate.strategies.request import Context
 from accelerate.wrappers import compile_regions_deepspeed
+
+if TYPE_CHECKING:
+    from accelerate.plugins import DeepSpeedPlugin
 
 logger = get_logger(__name__)
 
@@ -181,7 +184,7 @@ def _rank_variables(topology: Topology) -> dict[str, str]:
     }
 
 
-def complete(plugin: Any, inputs: EngineInputs) -> dict[str, Any]:
+def complete(plugin: DeepSpeedPlugin, inputs: EngineInputs) -> dict[str, Any]:
     """Returns the configuration of a plugin with its "auto" values replaced.
 
     The configuration of the plugin is changed in place if the model is trained.

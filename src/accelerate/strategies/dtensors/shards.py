@@ -38,7 +38,7 @@ def parameter_like(value: Tensor, tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def whole_tensor(value: Any) -> Tensor:
+def whole_tensor(value: torch.Tensor) -> Tensor:
     """Returns the whole tensor of a DTensor, and other tensors unchanged.
 
     Called on all ranks of the mesh.

@@ -42,6 +42,8 @@ from accelerate.wrappers import extract_model_from_parallel, is_peft_model
 if TYPE_CHECKING:
     import torch
 
+    from accelerate.plugins import FullyShardedDataParallelPlugin
+
 Folder = str | os.PathLike[str]
 
 
@@ -334,7 +336,7 @@ def _set_model_state_dict(
     return set_model_state_dict(model, state, options=options)
 
 
-def _prepare_sd_options(fsdp_plugin: Any) -> Any:
+def _prepare_sd_options(fsdp_plugin: FullyShardedDataParallelPlugin) -> Any:
     """Returns the `StateDictOptions` for a plugin, or None for FSDP 1, whose modules have their own."""
     if not version_of(fsdp_plugin).takes_state_dict_options:
         return None

@@ -10,7 +10,7 @@ import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -39,6 +39,9 @@ from accelerate.strategies.fsdp.parameters import (
 )
 from accelerate.strategies.recomputation import recompute
 from accelerate.strategies.views import shard_unit
+
+if TYPE_CHECKING:
+    from accelerate.plugins import FullyShardedDataParallelPlugin
 
 # torch.distributed.fsdp takes a second to import, so functions import it.
 Model = TypeVar("Model", bound=nn.Module)
@@ -119,7 +122,11 @@ def _experts_of(accelerator: Any, model: nn.Module) -> list[nn.Module]:
 
 
 def plan_units(
-    plugin: Any, model: nn.Module, mixed_precision: str, device: torch.device | None, scaler: Any = None
+    plugin: FullyShardedDataParallelPlugin,
+    model: nn.Module,
+    mixed_precision: str,
+    device: torch.device | None,
+    scaler: Any = None,
 ) -> tuple[set[nn.Parameter], list[nn.Module], list[nn.Module]]:
     """Returns the ignored parameters of a model, its units, and its modules that compute in float32."""
     keeps_fp16 = scaler is not None and scaler.allow_fp16_gradients

@@ -160,7 +160,13 @@ class PipelineAxis(Layer):
         return list(pipeline.stages.values())
 
     def train_batch(
-        self, model: nn.Module, batch: Any, loss_fn: Any, scale: Callable[[Tensor], Tensor], *, is_sum: bool
+        self,
+        model: nn.Module,
+        batch: object,
+        loss_fn: Any,
+        scale: Callable[[Tensor], Tensor],
+        *,
+        is_sum: bool,
     ) -> Tensor | None:
         pipeline = self.pipelines.get(model)
         if pipeline is None:

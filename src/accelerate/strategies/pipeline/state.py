@@ -37,6 +37,8 @@ from accelerate.strategies.state import Fill, WholeWeights
 if TYPE_CHECKING:
     import torch
 
+    from accelerate.optimizer import AcceleratedOptimizer
+
 Names = list[list[list[str]]]
 """Names of each parameter of each group of an optimizer, the saved one first."""
 
@@ -171,7 +173,7 @@ class PipelineState(GatheredState):
                 names.setdefault(id(parameter), (index, name))
         return [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
 
-    def gather_names(self, optimizer: Any, models: Sequence[nn.Module]) -> None:
+    def gather_names(self, optimizer: AcceleratedOptimizer, models: Sequence[nn.Module]) -> None:
         """Gathers the names of the parameters that an optimizer steps on all ranks of the pipeline.
 
         Called on all ranks, when models or optimizers are prepared.

@@ -244,7 +244,9 @@ class Tracer(TorchFunctionMode):
         self.trace.calls.append(Call(submodule, self.stage, specs))
         return outputs
 
-    def _run(self, submodule: Submodule, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _run(
+        self, submodule: Submodule, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
         if self._begins_stage(submodule):
             self._enter(submodule, args, kwargs)
         received = [leaf for leaf in tensors_in((args, kwargs)) if id(leaf) in self._received]

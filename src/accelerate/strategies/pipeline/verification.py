@@ -295,7 +295,7 @@ def _all_differences(values: Iterable[Tensor], right: Iterable[Tensor], toleranc
             yield difference
 
 
-def _is_per_sample(leaf: Any, leaves: Sequence[Any], sizes: Sequence[int]) -> bool:
+def _is_per_sample(leaf: torch.Tensor, leaves: Sequence[Any], sizes: Sequence[int]) -> bool:
     """Returns whether values of a batch and of its parts are tensors with one entry for each sample."""
     if not all(
         isinstance(each, Tensor) and each.ndim and each.is_floating_point() for each in (leaf, *leaves)
@@ -477,7 +477,10 @@ def _compute_in_pipeline(
 
 
 def _raise_first(
-    pipeline: Pipeline, differences: Iterable[Difference], group: Any, changes: Collection[str]
+    pipeline: Pipeline,
+    differences: Iterable[Difference],
+    group: dist.ProcessGroup | None,
+    changes: Collection[str],
 ) -> None:
     """Raises an error for the first difference of all ranks of a group."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
