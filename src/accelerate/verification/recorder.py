@@ -23,13 +23,7 @@ from accelerate.state import services
 from accelerate.strategies.dtensors import fsdp2_canonicalize_names
 from accelerate.verification.batch_norms import find_batch_norms, normalize_in_groups
 from accelerate.verification.options import BUFFER, INPUT, RANK_FILE, WEIGHTS_FILE, Options
-from accelerate.verification.values import (
-    digests,
-    module_of,
-    norm_of_engine,
-    seed_of,
-    settings_of,
-)
+from accelerate.verification.values import digests, module_of, norm_of_engine, seed_of, settings_of
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer

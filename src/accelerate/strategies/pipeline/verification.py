@@ -27,11 +27,7 @@ from accelerate.base import ConfigurationError, PreparationError, StateError, li
 from accelerate.strategies.batches import LossFunction, loss_of
 from accelerate.strategies.dtensors import named_parameters, whole_tensor
 from accelerate.strategies.pipeline.mean_draws import MeanDraws
-from accelerate.strategies.pipeline.microbatches import (
-    MicroBatch,
-    not_additive,
-    split_into_microbatches,
-)
+from accelerate.strategies.pipeline.microbatches import MicroBatch, not_additive, split_into_microbatches
 from accelerate.strategies.pipeline.nested_tensors import flatten, tensors_in
 from accelerate.strategies.pipeline.reference import (
     changed_names,
