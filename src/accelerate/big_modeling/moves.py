@@ -131,11 +131,7 @@ def check_fit(plan: LoadPlan, path: Path, kind: str, strict: bool) -> None:
 
     Different names are a warning unless `strict`.
     """
-    rows = (
-        ("", plan.mismatched),
-        ("it lacks ", plan.missing),
-        ("the model does not have ", plan.unexpected),
-    )
+    rows = (("", plan.mismatched), ("it lacks ", plan.missing), ("the model does not have ", plan.unexpected))
     problems = "; ".join(f"{text}{listed(names)}" for text, names in rows if names)
     if plan.mismatched or (strict and problems):
         raise CheckpointError(f"{path} does not fit this {kind}: {problems}. Nothing was changed.")

@@ -156,10 +156,7 @@ from accelerate.checkpointing.shards import (
     save_from_shards as save_from_shards,
     save_sharded as save_sharded,
 )
-from accelerate.checkpointing.staging import (
-    BackgroundSave as BackgroundSave,
-    StagingMemory as StagingMemory,
-)
+from accelerate.checkpointing.staging import BackgroundSave as BackgroundSave, StagingMemory as StagingMemory
 from accelerate.checkpointing.state import (
     load_accelerator_state as load_accelerator_state,
     load_custom_state as load_custom_state,

@@ -23,13 +23,7 @@ from accelerate.checkpointing.folder import StagingFolder
 from accelerate.checkpointing.manifest import FileRecord
 from accelerate.checkpointing.nodes import OPERATION, Nodes, find_nodes, free_bytes
 from accelerate.checkpointing.parts import Payload
-from accelerate.checkpointing.saving import (
-    STORE_TIMEOUT,
-    Request,
-    Saver,
-    Staging,
-    raise_failures,
-)
+from accelerate.checkpointing.saving import STORE_TIMEOUT, Request, Saver, Staging, raise_failures
 from accelerate.checkpointing.staging import BackgroundSave, StagingMemory
 from accelerate.launch import count_of
 from accelerate.logging import get_logger

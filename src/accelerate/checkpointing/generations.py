@@ -164,10 +164,7 @@ def next_number(tier: FastTier) -> int:
 
 
 def open_generation(
-    tier: FastTier,
-    generation: Generation,
-    topology: Topology,
-    shards_read_from: ShardsReadFrom,
+    tier: FastTier, generation: Generation, topology: Topology, shards_read_from: ShardsReadFrom
 ) -> Iterator[CheckpointSource]:
     """Yields a generation when all nodes have the files that they read, and again if some were damaged.
 
@@ -235,11 +232,7 @@ def _common_names(nodes: Nodes, generation: Generation, node: int) -> list[str]:
 
 
 def _fetch(
-    tier: FastTier,
-    generation: Generation,
-    folder: Path,
-    needed: Sequence[Sequence[str]],
-    origins: Origins,
+    tier: FastTier, generation: Generation, folder: Path, needed: Sequence[Sequence[str]], origins: Origins
 ) -> None:
     """Sends each node the files that it needs and does not hold."""
     nodes, transfers = tier.nodes, []

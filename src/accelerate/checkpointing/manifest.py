@@ -256,9 +256,7 @@ _FIELDS = {
 _RECORD = {
     "size": _COUNT._replace(required=True),
     "checksum": FieldRule(
-        "16 hexadecimal digits",
-        lambda value: _is_text(value) and bool(_CHECKSUM.fullmatch(value)),
-        True,
+        "16 hexadecimal digits", lambda value: _is_text(value) and bool(_CHECKSUM.fullmatch(value)), True
     ),
     "rank": _COUNT,
 }

@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 
 from accelerate import rng
-from accelerate.base import (
-    RNG_STATE_NAME,
-    SAMPLER_NAME,
-    CheckpointError,
-)
+from accelerate.base import RNG_STATE_NAME, SAMPLER_NAME, CheckpointError
 from accelerate.checkpointing.changes import Change, Stage, no_change
 from accelerate.checkpointing.manifest import checksum_of
 from accelerate.checkpointing.parts import CheckpointReader, Part, Payload, number, write_state

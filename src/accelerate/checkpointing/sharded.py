@@ -31,13 +31,7 @@ from accelerate.checkpointing.compatibility import (
     parameter_numbers,
 )
 from accelerate.checkpointing.live_tensors import fill_states, fill_weights
-from accelerate.checkpointing.local_shards import (
-    LocalShards,
-    PlainValue,
-    single_shard,
-    target_of,
-    to_tensor,
-)
+from accelerate.checkpointing.local_shards import LocalShards, PlainValue, single_shard, target_of, to_tensor
 from accelerate.checkpointing.parts import CheckpointReader, Part, Payload, fill
 from accelerate.checkpointing.shard_index import KeyPath, ShardIndex
 from accelerate.checkpointing.state_layouts import (

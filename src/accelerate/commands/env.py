@@ -33,13 +33,7 @@ DESCRIPTION = "Show versions, devices and configuration, as needed in a bug repo
 IMPLEMENTATION = "an independent implementation of the Accelerate interface"
 WITH_VALUES = ("ACCELERATE_LOG_LEVEL", "CUDA_VISIBLE_DEVICES", "NCCL_")
 """Variables that no option declares, and whose values are no secrets."""
-SHOWN_PREFIXES = (
-    "ACCELERATE_",
-    "FSDP_",
-    "PARALLELISM_CONFIG_",
-    "MEGATRON_LM_",
-    *WITH_VALUES,
-)
+SHOWN_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", *WITH_VALUES)
 LIBRARIES = (
     "bitsandbytes",
     "datasets",

@@ -16,13 +16,7 @@ from accelerate.accelerator import Accelerator
 from accelerate.base import PreparationError, StateError, wrong_value
 from accelerate.checkpointing import Part
 from accelerate.local_sgd.base import LocalSGD
-from accelerate.local_sgd.fragments import (
-    Exchange,
-    Fragment,
-    build_fragments,
-    split_like,
-    views_by_parameter,
-)
+from accelerate.local_sgd.fragments import Exchange, Fragment, build_fragments, split_like, views_by_parameter
 from accelerate.local_sgd.global_state import GlobalState
 from accelerate.ops import MeanGroup, broadcast
 

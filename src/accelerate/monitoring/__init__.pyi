@@ -1,14 +1,6 @@
-from accelerate.monitoring.live_view import (
-    RunReader as RunReader,
-    RunView as RunView,
-    render as render,
-)
-from accelerate.monitoring.rank_comparison import (
-    RankExchange as RankExchange,
-)
-from accelerate.monitoring.record_thread import (
-    RecordThread as RecordThread,
-)
+from accelerate.monitoring.live_view import RunReader as RunReader, RunView as RunView, render as render
+from accelerate.monitoring.rank_comparison import RankExchange as RankExchange
+from accelerate.monitoring.record_thread import RecordThread as RecordThread
 from accelerate.monitoring.records import (
     FOLDER as FOLDER,
     PHASES as PHASES,
@@ -44,9 +36,7 @@ from accelerate.monitoring.run_folders import (
     state_folder as state_folder,
     uses_state_folder as uses_state_folder,
 )
-from accelerate.monitoring.run_monitor import (
-    RunMonitor as RunMonitor,
-)
+from accelerate.monitoring.run_monitor import RunMonitor as RunMonitor
 from accelerate.monitoring.step_clock import (
     BACKWARD as BACKWARD,
     DATA as DATA,

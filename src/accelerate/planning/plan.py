@@ -123,8 +123,7 @@ class Planner:
                 sent = communication_of(trace, candidate) / samples
                 fits[kind] = FittingLayout(candidate, parts, host_bytes(trace, candidate), sent)
         return sorted(
-            fits.values(),
-            key=lambda fit: (fit.layout.offload != "none", fit.communication, fit.host),
+            fits.values(), key=lambda fit: (fit.layout.offload != "none", fit.communication, fit.host)
         )
 
 

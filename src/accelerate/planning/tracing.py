@@ -172,12 +172,7 @@ def fake_operators(mode: Any) -> Iterator[None]:
     Args:
         mode: The `FakeTensorMode`.
     """
-    with (
-        torch_private.log_silenced(FAKE_TENSORS),
-        values_readable(),
-        mode,
-        OperatorMode(),
-    ):
+    with torch_private.log_silenced(FAKE_TENSORS), values_readable(), mode, OperatorMode():
         yield
 
 

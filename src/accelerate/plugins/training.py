@@ -8,14 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
-from accelerate.base import (
-    ConfigurationError,
-    DynamoBackend,
-    DynamoName,
-    current,
-    refuse_path,
-    wrong_value,
-)
+from accelerate.base import ConfigurationError, DynamoBackend, DynamoName, current, refuse_path, wrong_value
 from accelerate.plugins.checks import (
     at_least,
     check_choices,

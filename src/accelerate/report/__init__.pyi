@@ -9,11 +9,7 @@ from accelerate.report.charts import (
 )
 from accelerate.report.markup import render as render, sanitize as sanitize, tag as tag
 from accelerate.report.page import write_page as write_page
-from accelerate.report.reading import (
-    CONFIG as CONFIG,
-    Run as Run,
-    read_run as read_run,
-)
+from accelerate.report.reading import CONFIG as CONFIG, Run as Run, read_run as read_run
 from accelerate.report.sections import conclusion_text as conclusion_text, mesh_lines as mesh_lines
 from accelerate.report.series import (
     MAX_COLUMNS as MAX_COLUMNS,

@@ -340,11 +340,7 @@ def _read_values(run: Run, summary: RankTotals, record: Values) -> None:
 
 
 def _read_numbers(
-    run: Run,
-    series: dict[str, dict[int, Series]],
-    rank: int,
-    step: int | None,
-    numbers: Mapping[str, float],
+    run: Run, series: dict[str, dict[int, Series]], rank: int, step: int | None, numbers: Mapping[str, float]
 ) -> None:
     if rank >= run.first_rank + MAX_DRAWN_RANKS:
         return

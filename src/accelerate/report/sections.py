@@ -245,9 +245,7 @@ def phase_times(runs: Sequence[Run]) -> Element | None:
     for run in runs:
         header += [_titled("seconds", run, runs), "share"]
     return _section(
-        "Time",
-        tag("div", drawn, class_="charts") if drawn else None,
-        table(header, rows) if drawn else None,
+        "Time", tag("div", drawn, class_="charts") if drawn else None, table(header, rows) if drawn else None
     )
 
 

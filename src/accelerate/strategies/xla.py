@@ -17,14 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base import ConfigurationError, DistributedType
-from accelerate.devices import (
-    mark_step,
-    of_device,
-    row_axes,
-    share_rows,
-    use_mesh,
-    xla,
-)
+from accelerate.devices import mark_step, of_device, row_axes, share_rows, use_mesh, xla
 from accelerate.nested import iterate_tensors
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.plugins import version_of

@@ -1,8 +1,6 @@
 from typing import Any
 
-from accelerate.torch_private.attention import (
-    attention_replaced as attention_replaced,
-)
+from accelerate.torch_private.attention import attention_replaced as attention_replaced
 from accelerate.torch_private.drawing import (
     draw_for_whole_batches as draw_for_whole_batches,
     seeded as seeded,
@@ -71,10 +69,7 @@ from accelerate.torch_private.modules import (
     state_dict_hooks as state_dict_hooks,
     uncompiled as uncompiled,
 )
-from accelerate.torch_private.names import (
-    NAMES as NAMES,
-    PrivateName as PrivateName,
-)
+from accelerate.torch_private.names import NAMES as NAMES, PrivateName as PrivateName
 from accelerate.torch_private.optimizers import (
     allow_fp16_gradients as allow_fp16_gradients,
     found_inf as found_inf,

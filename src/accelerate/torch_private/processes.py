@@ -26,9 +26,7 @@ def has_opened_group() -> bool:
 
 @contextmanager
 def agent_hooks(
-    start: Callable[[Any, Callable[[], None]], None],
-    close: Callable[[int], None],
-    size: Callable[[int], int],
+    start: Callable[[Any, Callable[[], None]], None], close: Callable[[int], None], size: Callable[[int], int]
 ) -> Iterator[None]:
     """Makes the elastic agent of torch start and end the processes of this node with functions of the caller.
 

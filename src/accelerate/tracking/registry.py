@@ -102,10 +102,7 @@ def filter_trackers(
 
 
 def build_tracker(
-    entry: TrackerChoice,
-    project_name: str,
-    logging_dir: str | None,
-    init_kwargs: dict[str, dict[str, Any]],
+    entry: TrackerChoice, project_name: str, logging_dir: str | None, init_kwargs: dict[str, dict[str, Any]]
 ) -> GeneralTracker:
     """Returns the tracker of one entry of `filter_trackers` without starting it.
 

@@ -214,10 +214,7 @@ class RendezvousSection(Section):
     )
     rdzv_conf: str = option("", "Further settings of the meeting: key1=value1,key2=value2.", key=None)
     max_restarts: int = option(
-        0,
-        "How often failed processes are started again (10 in an elastic run).",
-        limits=(0, 10**6),
-        key=None,
+        0, "How often failed processes are started again (10 in an elastic run).", limits=(0, 10**6), key=None
     )
     monitor_interval: float = option(
         0.1, "Seconds between two looks at the processes.", limits=(0.001, 86400), key=None

@@ -35,12 +35,7 @@ from accelerate.strategies.base import (
 )
 from accelerate.strategies.bundle import Bundle, Kind, is_prepared
 from accelerate.strategies.deepspeed import building
-from accelerate.strategies.deepspeed.building import (
-    MICRO,
-    STEPS,
-    EngineInputs,
-    batch_sizes_of,
-)
+from accelerate.strategies.deepspeed.building import MICRO, STEPS, EngineInputs, batch_sizes_of
 from accelerate.strategies.deepspeed.checks import problems_of
 from accelerate.strategies.deepspeed.engine import (
     DeepSpeedEngineWrapper,

@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from accelerate import checkpointing, torch_private
-from accelerate.base import (
-    FSDP_MODEL_NAME,
-    OPTIMIZER_NAME,
-    CheckpointError,
-    replace_files,
-    wrong_value,
-)
+from accelerate.base import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, replace_files, wrong_value
 from accelerate.checkpointing import (
     MODEL,
     OPTIMIZER,

@@ -20,12 +20,7 @@ from accelerate.base import ConfigurationError, DistributedType, PreparationErro
 from accelerate.checkpointing import Part
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.plugins import (
-    MegatronLMPlugin,
-    find_wrong_network,
-    find_wrong_sizes,
-    find_wrong_values,
-)
+from accelerate.plugins import MegatronLMPlugin, find_wrong_network, find_wrong_sizes, find_wrong_values
 from accelerate.precision import Precision
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import AcceleratorState
