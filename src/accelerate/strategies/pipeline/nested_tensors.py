@@ -19,14 +19,14 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
 
 
-def signature_of(values: Any) -> tuple[Any, ...]:
+def signature_of(values: object) -> tuple[Any, ...]:
     """Returns the shapes and dtypes of the tensors in nested values, with the other values as text."""
     leaves, tree = flatten(values)
     described = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
     return (*described, str(tree))
 
 
-def flatten(values: Any) -> tuple[list[Any], Any]:
+def flatten(values: object) -> tuple[list[Any], Any]:
     """Returns the leaves of nested values and their structure, in which dataclasses with tensors are nodes.
 
     Raises:
@@ -47,7 +47,7 @@ def flatten(values: Any) -> tuple[list[Any], Any]:
     return flatten(values)
 
 
-def _has_tensors(value: Any) -> bool:
+def _has_tensors(value: object) -> bool:
     if isinstance(value, (Tensor, nn.Module, type)):
         return False
     return any(isinstance(each, Tensor) for each in getattr(value, "__dict__", {}).values())
@@ -70,14 +70,14 @@ def tensors_in(values: Any) -> list[Tensor]:
     return [leaf for leaf in flatten(values)[0] if isinstance(leaf, Tensor)]
 
 
-def specs_of(values: Any) -> Any:
+def specs_of(values: object) -> Any:
     """Returns nested values with specs in place of tensors."""
     leaves, tree = flatten(values)
     specs = [TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return torch_private.pytree.tree_unflatten(specs, tree)
 
 
-def to_zeros(specs: Any, device: torch.device) -> Any:
+def to_zeros(specs: object, device: torch.device) -> Any:
     """Returns a value with zeros in place of specs."""
     return torch_private.pytree.tree_map(
         lambda spec: (

@@ -470,7 +470,7 @@ class Pipeline:
         settings = _settings_of(self.model.containers)
         keys = [signature_of((part.args, part.kwargs, *mode)) for part in microbatches]
 
-        def is_known(key: Any) -> bool:
+        def is_known(key: object) -> bool:
             trace, traced_settings = self._traces.get(key, (None, None))
             return trace is not None and not trace.reads_values and traced_settings == settings
 

@@ -312,7 +312,7 @@ class PipelineModel:
         return torch_private.replaced_weights(hidden, has_hooks=True)
 
     @torch.no_grad()
-    def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: Any) -> Trace:
+    def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: object) -> Trace:
         """Returns the trace of a forward, without communication and without a change of random states.
 
         Args:

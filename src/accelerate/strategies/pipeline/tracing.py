@@ -154,7 +154,7 @@ Replacements = Mapping[int, tuple[Tensor, Tensor]]
 """Id of a tensor in the code of containers -> this tensor, and the one that the stage has received for it."""
 
 
-def replace_tensors(replacements: Replacements, values: Any) -> Any:
+def replace_tensors(replacements: Replacements, values: object) -> Any:
     """Returns nested values with received tensors."""
 
     def replace(tensor: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ class Tracer(TorchFunctionMode):
         return outputs
 
     def _run(
-        self, submodule: Submodule, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self, submodule: Submodule, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
         if self._begins_stage(submodule):
             self._enter(submodule, args, kwargs)
@@ -316,7 +316,9 @@ class Tracer(TorchFunctionMode):
             id(leaves[i]): (leaves[i], tensor) for i, tensor in zip(positions, received, strict=True)
         }
 
-    def _outputs_of(self, submodule: Submodule, weights: Any, args: Any, kwargs: Any) -> Any:
+    def _outputs_of(
+        self, submodule: Submodule, weights: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Returns the outputs of a submodule on fake tensors, with specs in place of tensors.
 
         Layers of one class, with weights and arguments of the same shapes, run once.
@@ -328,7 +330,9 @@ class Tracer(TorchFunctionMode):
             self._outputs[key] = self._run_on_fakes(submodule, weights, args, kwargs)
         return self._outputs[key]
 
-    def _run_on_fakes(self, submodule: Submodule, weights: Any, args: Any, kwargs: Any) -> Any:
+    def _run_on_fakes(
+        self, submodule: Submodule, weights: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         mode = torch_private.fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
         module = submodule.module
         with (
@@ -354,7 +358,11 @@ class Tracer(TorchFunctionMode):
     # Functions in the code of containers
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         is_counted, number = not self._functions.is_paused, self._functions.number
@@ -417,7 +425,7 @@ class Tracer(TorchFunctionMode):
             for boundary in self._kept[stage : self.stage]:
                 boundary[key] = TensorSpec(tensor.shape, tensor.dtype)
 
-    def finish(self, outputs: Any) -> Trace:
+    def finish(self, outputs: object) -> Trace:
         """Returns the trace of a forward with these outputs."""
         if self.stage < len(self._split.starts):
             missing = [start.names[0] for start in self._split.starts[self.stage :]]
@@ -444,7 +452,9 @@ def _refuse_complex(tensors: Iterable[Tensor], where: str) -> None:
         )
 
 
-def collect_outputs(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+def collect_outputs(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: object
+) -> Any:
     """Returns the outputs in place of those of a layer, which models of transformers collect by a hook.
 
     Other hooks, such as those of statistics, are called on the stage that computes the layer.
