@@ -20,7 +20,7 @@ DOCUMENTS = ("seq_idx", "document_ids", "sequence_ids")
 """Names of the number of the document of each position in a batch."""
 
 
-def documents_of(batch: Any, boundaries: Any = None) -> Tensor | None:
+def documents_of(batch: object, boundaries: object = None) -> Tensor | None:
     """Returns the number of the document of each position of a batch, or None if the batch has no boundaries.
 
     Args:
@@ -64,7 +64,7 @@ def shape_of(batch: Any) -> tuple[int, int]:
     return int(shape[0]), int(shape[1])
 
 
-def _given(boundaries: Any, rows: int, length: int) -> Tensor:
+def _given(boundaries: object, rows: int, length: int) -> Tensor:
     """Returns the documents of explicit boundaries."""
     values = torch.as_tensor(boundaries)
     if values.is_floating_point() or values.ndim not in (1, 2):

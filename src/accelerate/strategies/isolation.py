@@ -60,7 +60,7 @@ class _Inputs(TorchFunctionMode):
         self.has_shifted_positions = False
 
     def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         output = function(*args, **(kwargs or {}))
         if function is not F.embedding:
@@ -99,14 +99,14 @@ class _Outputs:
         ]
 
     def _hook_of(self, name: str) -> Any:
-        def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: object) -> None:
             tensor = self._first(output)
             if tensor is not None and tensor.requires_grad:
                 self.rows.append((name, module, self._first((args, kwargs)), tensor))
 
         return note
 
-    def _first(self, values: Any) -> Tensor | None:
+    def _first(self, values: object) -> Tensor | None:
         """Returns the first floating-point tensor with one row for each position."""
         for leaf in torch_private.pytree.tree_leaves(values):
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.ndim < 2:
@@ -135,7 +135,7 @@ class IsolationCheck:
     def __init__(
         self,
         model: nn.Module,
-        batch: Any,
+        batch: object,
         documents: Tensor,
         device: torch.device,
         split: Callable[..., AbstractContextManager[Any]] = lambda **_: nullcontext(),
@@ -261,7 +261,7 @@ def is_on_any_rank(value: bool, device: torch.device) -> bool:
     return bool(current_transport().reduce(torch.tensor(float(value), device=device), "sum").item())
 
 
-def cause_of(leak: Leak, model: nn.Module, batch: Any, *, splits_sequences: bool) -> str:
+def cause_of(leak: Leak, model: nn.Module, batch: object, *, splits_sequences: bool) -> str:
     """Returns the usual cause of a leak, with a fix."""
     name = f"{leak.module.rpartition('.')[2]} {leak.kind}".lower()
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
@@ -297,7 +297,7 @@ def cause_of(leak: Leak, model: nn.Module, batch: Any, *, splits_sequences: bool
 
 def refuse_leaks(
     model: nn.Module,
-    batch: Any,
+    batch: object,
     documents: Tensor | None,
     device: torch.device,
     split: Callable[..., AbstractContextManager[Any]] | None = None,
@@ -350,7 +350,7 @@ class PackingCheck(Layer):
         strategy: Strategy of the run.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self._strategy = WeakStrategy(strategy)
         self._hooks: list[_FirstBatch] = []
 
@@ -390,7 +390,7 @@ class _FirstBatch:
             refuse_leaks(model, batch, documents, device, fix=fix)
 
 
-def check_isolation(strategy: Strategy, model: nn.Module, batch: Any, boundaries: Any) -> None:
+def check_isolation(strategy: Strategy, model: nn.Module, batch: object, boundaries: object) -> None:
     """Raises an error if the documents of packed sequences in a batch affect each other.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -11,6 +11,9 @@ from accelerate.checkpointing import distribute
 from accelerate.nested import recursively_apply
 from accelerate.ops import current_transport
 from accelerate.strategies.dtensors import distribute_like
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Owners:
@@ -21,13 +24,13 @@ class Owners:
         raise NotImplementedError
 
 
-def owners_of(optimizer: Any) -> Owners | None:
+def owners_of(optimizer: torch.optim.Optimizer) -> Owners | None:
     """Returns the owners of the parameters of a prepared optimizer, or None if ranks own none."""
     observers = getattr(optimizer, "observers", ())
     return next((each for each in observers if isinstance(each, Owners)), None)
 
 
-def owned_states(optimizer: Any) -> list[bool | None]:
+def owned_states(optimizer: torch.optim.Optimizer) -> list[bool | None]:
     """Returns for each parameter whether this rank owns its state, None for states that are like shards.
 
     The list is empty for an optimizer whose ranks own no matrices.
@@ -66,7 +69,9 @@ def local_states(
     }
 
 
-def gather_owned_states(optimizer: Any, state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+def gather_owned_states(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], keep: bool
+) -> dict[str, Any]:
     """Returns the state dict of an optimizer with the states of the matrices of all ranks, on the CPU.
 
     Called on all ranks. The states are sent one by one, so that other ranks need memory for one of them.

@@ -26,7 +26,7 @@ def is_optimized_module(module: object) -> bool:
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
-def uncompiled(module: Any) -> Any:
+def uncompiled(module: nn.Module) -> Any:
     """Returns the module inside the wrapper of torch.compile, or the module if it is not compiled."""
     return module._orig_mod if is_optimized_module(module) else module
 
@@ -118,7 +118,7 @@ def num_forward_hooks(module: nn.Module) -> int:
 
 
 def call_forward_hooks(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any, source: str
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: object, source: str
 ) -> Any:
     """Calls some forward hooks of a module whose forward is left out, and returns its outputs after them.
 

@@ -20,7 +20,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from accelerate.base import CheckpointError, ConfigurationError, like, replace_f
 from accelerate.state import PartialState
 from accelerate.weights.modules import ALIASES, drop_shared, read_aliases
 from accelerate.weights.placement import mapped_device, resolve_device
+
+if TYPE_CHECKING:
+    from torch.serialization import MAP_LOCATION
 
 logger = logging.getLogger(__name__)  # also used without a `PartialState`
 
@@ -155,7 +158,7 @@ DAMAGE_ERRORS = (
 """Exceptions that torch raises for a damaged file."""
 
 
-def read_torch(path: Target, map_location: Any = None, **options: Any) -> Any:
+def read_torch(path: Target, map_location: MAP_LOCATION = None, **options: Any) -> Any:
     """Reads a file of `torch.save`, as `load` does."""
     try:
         with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS), warnings.catch_warnings():
@@ -301,7 +304,7 @@ def load_state_dict(
     return result
 
 
-def load(f: Target, map_location: Any = None, **kwargs: Any) -> Any:
+def load(f: Target, map_location: MAP_LOCATION = None, **kwargs: Any) -> Any:
     """Reads a file of `torch.save`, by default with tensors, numbers, text and plain containers only.
 
     Args:
