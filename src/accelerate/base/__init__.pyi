@@ -58,6 +58,7 @@ from accelerate.base.enums import (
     RNGName as RNGName,
     RNGType as RNGType,
     SageMakerDistributedType as SageMakerDistributedType,
+    plain_value as plain_value,
 )
 from accelerate.base.environ import (
     FALSE_WORDS as FALSE_WORDS,
@@ -174,7 +175,6 @@ from accelerate.base.text import (
     itemized as itemized,
     listed as listed,
     merge_dicts as merge_dicts,
-    plain_value as plain_value,
     read_seconds as read_seconds,
     recursive_getattr as recursive_getattr,
     refuse_outside as refuse_outside,

@@ -9,6 +9,18 @@ from enum import Enum, EnumMeta
 from typing import Any, Literal, TypeAlias
 
 
+def plain_value(value: object) -> Any:
+    """Returns the plain string or number of an enumeration member or a subclass of `str`.
+
+    Libraries pass choices as members of their own enumerations, and `str()` of those gives the class name.
+    """
+    if isinstance(value, Enum) and isinstance(value.value, str):
+        return plain_value(value.value)
+    if isinstance(value, Enum) and isinstance(value, int):
+        return int(value)
+    return str.__str__(value) if isinstance(value, str) else value
+
+
 class EnumWithContains(EnumMeta):
     """Metaclass whose `in` tests for a value, as in `"fp16" in PrecisionType`, on every supported Python."""
 

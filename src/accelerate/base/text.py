@@ -4,7 +4,6 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from functools import reduce
 from pathlib import PurePath
 from typing import Any
@@ -112,18 +111,6 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
 def recursive_getattr(obj: object, attr: str) -> Any:
     """Returns an attribute by its dotted path, as in `recursive_getattr(model, "encoder.layer")`."""
     return reduce(getattr, attr.split("."), obj)
-
-
-def plain_value(value: object) -> Any:
-    """Returns the plain string or number of an enumeration member or a subclass of `str`.
-
-    Libraries pass choices as members of their own enumerations, and `str()` of those gives the class name.
-    """
-    if isinstance(value, Enum) and isinstance(value.value, str):
-        return plain_value(value.value)
-    if isinstance(value, Enum) and isinstance(value, int):
-        return int(value)
-    return str.__str__(value) if isinstance(value, str) else value
 
 
 def listed(names: Sequence[str], shown: int = 5) -> str:

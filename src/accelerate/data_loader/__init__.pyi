@@ -41,7 +41,6 @@ from accelerate.data_loader.global_batches import (
     GlobalBatch as GlobalBatch,
     GlobalBatchBuilder as GlobalBatchBuilder,
 )
-from accelerate.data_loader.index_order import synchronize_order as synchronize_order
 from accelerate.data_loader.iterable_shard import IterableDatasetShard as IterableDatasetShard
 from accelerate.data_loader.joining import DatasetJoin as DatasetJoin
 from accelerate.data_loader.last_batch import (
@@ -80,6 +79,7 @@ from accelerate.data_loader.position import (
 from accelerate.data_loader.prepare import (
     get_sampler as get_sampler,
     prepare_data_loader as prepare_data_loader,
+    synchronize_order as synchronize_order,
 )
 from accelerate.data_loader.rank_aware import has_own_shard as has_own_shard
 from accelerate.data_loader.reading import (

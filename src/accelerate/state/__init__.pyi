@@ -51,7 +51,6 @@ from accelerate.state.environments import (
 )
 from accelerate.state.exits import closed_at_exit as closed_at_exit
 from accelerate.state.gradient import GradientState as GradientState
-from accelerate.state.observers import Observers as Observers, run_observers as run_observers
 from accelerate.state.partial import PartialState as PartialState, wait_for_everyone as wait_for_everyone
 from accelerate.state.processes import (
     ProcessControl as ProcessControl,
@@ -60,6 +59,7 @@ from accelerate.state.processes import (
 )
 from accelerate.state.shared import (
     Leader as Leader,
+    Observers as Observers,
     ProcessServices as ProcessServices,
     SharedDict as SharedDict,
     SharedState as SharedState,
@@ -67,6 +67,7 @@ from accelerate.state.shared import (
     WeakReference as WeakReference,
     do_nothing as do_nothing,
     record_event as record_event,
+    run_observers as run_observers,
     run_records as run_records,
     services as services,
     step_clock as step_clock,
