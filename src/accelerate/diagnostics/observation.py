@@ -1,7 +1,7 @@
 """Observation of the training thread of this rank, with the operation, line and duration of its wait.
 
 If it waits for a batch of a loader, the state includes the worker processes that read it. With several
-processes, the watchdog of each rank (`watching`) uses `ThreadObserver`. With one process, `LoaderWatch`
+processes, the watchdog of each rank (`watching`) uses `ThreadObserver`. With one process, `watch_iterator`
 starts a thread for each iterator of a loader with workers. This thread takes no lock, so a process that is
 forked meanwhile inherits no held lock.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 from accelerate import torch_private
 from accelerate.base import Frame
-from accelerate.data_loader import DataLoaderDispatcher, ReadAhead, WorkersObserver
+from accelerate.data_loader import DataLoaderDispatcher, ReadAhead
 from accelerate.diagnostics import processes
 from accelerate.diagnostics.hang_report import (
     DEVICE,
@@ -295,23 +295,17 @@ def _entries(trace: dict[str, Any]) -> Iterable[dict[str, Any]]:
     return (entry for entry in trace.get("entries", ()) if not entry["is_p2p"])
 
 
-class LoaderWatch(WorkersObserver):
-    """Watch of the loaders with workers in a run of one process, which reports slow batches."""
+def watch_iterator(iterator: Iterator[Any], limits: Limits, reporter: HangReporter) -> None:
+    """Watches an iterator with workers until it is deleted, and reports slow batches.
 
-    def __init__(self, limits: Limits, reporter: HangReporter) -> None:
-        self._limits, self._reporter = limits, reporter
-
-    def follow(self, iterator: Iterator[Any]) -> None:
-        """Watches an iterator until it is deleted.
-
-        Called in the thread that waits for its batches.
-        """
-        # A list, because a fork could inherit the held lock of an event.
-        finished: list[bool] = []
-        weakref.finalize(iterator, finished.append, True)
-        worker, thread = loader_workers(iterator)[0].pid, threading.get_ident()
-        watch = _IteratorWatch(worker, self._limits, self._reporter, finished, thread, self._limits.timeout)
-        threading.Thread(target=watch.run, name="accelerate-loader", daemon=True).start()
+    Called in the thread that waits for its batches.
+    """
+    # A list, because a fork could inherit the held lock of an event.
+    finished: list[bool] = []
+    weakref.finalize(iterator, finished.append, True)
+    worker, thread = loader_workers(iterator)[0].pid, threading.get_ident()
+    watch = _IteratorWatch(worker, limits, reporter, finished, thread, limits.timeout)
+    threading.Thread(target=watch.run, name="accelerate-loader", daemon=True).start()
 
 
 @dataclass

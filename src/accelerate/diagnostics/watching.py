@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
+from functools import cached_property, partial
 from types import TracebackType
+from typing import Any
 
 from accelerate.base import environ as variables
 from accelerate.data_loader import WorkersObserver
@@ -32,7 +33,7 @@ from accelerate.diagnostics.hang_report import (
     format_report,
     is_hang,
 )
-from accelerate.diagnostics.observation import GROWTH, LoaderWatch, ThreadObserver
+from accelerate.diagnostics.observation import GROWTH, ThreadObserver, watch_iterator
 from accelerate.diagnostics.peers import STORE_TIMEOUT, Peers, own_identity
 from accelerate.ops import flight_recorder
 from accelerate.settings import decode
@@ -311,6 +312,20 @@ class Watchdog:
         self._reported = None
 
 
+class LoaderWatch(WorkersObserver):
+    """Watch of the loaders with workers in a run of one process, which reports slow batches."""
+
+    def __init__(self, limits: Limits, environ: Mapping[str, str]) -> None:
+        self._limits, self._environ = limits, environ
+
+    @cached_property
+    def _reporter(self) -> HangReporter:
+        return HangReporter(0, 1, self._environ)
+
+    def follow(self, iterator: Any) -> None:
+        watch_iterator(iterator, self._limits, self._reporter)
+
+
 def read_limits(environ: Mapping[str, str]) -> Limits:
     settings = decode(DiagnosticsSection, environ)
     return Limits(
@@ -326,7 +341,7 @@ def start(state: PartialState, environ: Mapping[str, str]) -> None:
     """
     limits = read_limits(environ)
     if limits.timeout and state.num_processes == 1:
-        services.put(WorkersObserver, LoaderWatch(limits, HangReporter(0, 1, environ)))
+        services.put(WorkersObserver, LoaderWatch(limits, environ))
     is_alone = state.num_processes == 1 or not process_group.is_open()
     if is_alone or not limits.timeout or services.find(Watchdog) is not None:
         return

@@ -27,7 +27,6 @@ from accelerate.base import DDPCommunicationHookType, StateError, listed, wrong_
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.planning import Layout
-from accelerate.plugins import DistributedDataParallelKwargs
 from accelerate.state import services
 from accelerate.strategies.base import (
     Strategy,
@@ -326,7 +325,8 @@ class DataParallel(Strategy):
 
     def check_model(self, model: nn.Module) -> None:
         refuse_split_model(model, "which DistributedDataParallel cannot replicate")
-        require_plugin(model, self.context.request)
+        if self.context.request.parallelism is not None:
+            require_plugin(model, self.context.request)
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Returns the replica, compiled including DistributedDataParallel, whose buckets split the graph."""
@@ -337,11 +337,12 @@ class DataParallel(Strategy):
             "Pass the model before it is wrapped, with fsdp_plugin=FullyShardedDataParallelPlugin("
             "fsdp_version=1), or shard it with fully_shard.",
         )
-        handler = self.context.request.ddp or DistributedDataParallelKwargs()
-        index = self.context.device.index
+        handler, index = self.context.request.ddp, self.context.device.index
         devices = {} if index is None else {"device_ids": [index], "output_device": index}
-        replica = DistributedDataParallel(model, **devices, **handler.to_kwargs())
-        handler.register_comm_hook(replica)
+        arguments = {} if handler is None else handler.to_kwargs()
+        replica = DistributedDataParallel(model, **devices, **arguments)
+        if handler is not None:
+            handler.register_comm_hook(replica)
         self.reductions.append(LateReduction(replica))
         return self.compile(replica)
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from accelerate.diagnostics.hang_report import Limits, Report
-from accelerate.diagnostics.observation import LoaderWatch
+from accelerate.diagnostics.observation import watch_iterator
 
 NAME = "accelerate-loader"
 
@@ -45,7 +45,7 @@ def start_pass(seconds: float) -> tuple[Kept, Any, Any]:
     gate = torch.multiprocessing.get_context("fork").Semaphore(0)
     loader = DataLoader(Gated(gate), batch_size=None, num_workers=1, multiprocessing_context="fork")
     kept, batches = Kept(), iter(loader)
-    LoaderWatch(Limits(seconds, False), kept).follow(batches)  # type: ignore[arg-type]
+    watch_iterator(batches, Limits(seconds, False), kept)  # type: ignore[arg-type]
     return kept, gate, batches
 
 
