@@ -13,12 +13,14 @@ from accelerate.accelerator import (
     state_items as state_items,
     weight_stream as weight_stream,
 )
-from accelerate.accelerator.accumulation import Accumulation as Accumulation
+from accelerate.accelerator.accumulation import (
+    Accumulation as Accumulation,
+    drop_gradients as drop_gradients,
+)
 from accelerate.accelerator.arguments import _UNSET as _split_batches, build_request as build_request
 from accelerate.accelerator.core import Accelerator as Accelerator
 from accelerate.accelerator.weighting import (
     ItemWeighting as ItemWeighting,
-    drop_gradients as drop_gradients,
     factor_of as factor_of,
     read_items as read_items,
     rescale_gradients as rescale_gradients,

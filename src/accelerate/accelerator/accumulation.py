@@ -7,7 +7,7 @@ from one optimizer step to the next.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from accelerate import data_loader, strategies, torch_private
 from accelerate.accelerator.mistaken_windows import UndividedSteps, watch_unprepared_steps
-from accelerate.accelerator.weighting import ItemWeighting, LossWeighting, drop_gradients, read_items
+from accelerate.accelerator.weighting import ItemWeighting, LossWeighting, read_items
 from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.held_gradients import HeldGradients
 from accelerate.logging import get_logger
@@ -405,3 +405,11 @@ def sync_context(
     for model in models:
         contexts.enter_context(context_of(model))
     return contexts
+
+
+def drop_gradients(models: Iterable[nn.Module]) -> None:
+    """Removes the gradients of models."""
+    for model in models:
+        torch_private.drop_unreduced_gradients(model)
+        for parameter in model.parameters():
+            parameter.grad = None

@@ -152,11 +152,3 @@ def rescale_gradients(
         for gradient in gradients:
             if gradient.is_sparse:
                 gradient.mul_(factor)
-
-
-def drop_gradients(models: Iterable[nn.Module]) -> None:
-    """Removes the gradients of models."""
-    for model in models:
-        torch_private.drop_unreduced_gradients(model)
-        for parameter in model.parameters():
-            parameter.grad = None

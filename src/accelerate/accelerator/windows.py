@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from accelerate import data_loader, ops
-from accelerate.accelerator.accumulation import Accumulation, sync_context
-from accelerate.accelerator.weighting import drop_gradients, factor_of, sum_items
+from accelerate.accelerator.accumulation import Accumulation, drop_gradients, sync_context
+from accelerate.accelerator.weighting import factor_of, sum_items
 from accelerate.base import StateError
 from accelerate.logging import get_logger
 from accelerate.state import run_observers, step_clock
