@@ -19,6 +19,7 @@ from accelerate.accelerator.accumulation import (
 )
 from accelerate.accelerator.arguments import _UNSET as _split_batches, build_request as build_request
 from accelerate.accelerator.core import Accelerator as Accelerator
+from accelerate.accelerator.loss_options import check_loss as check_loss
 from accelerate.accelerator.weighting import (
     ItemWeighting as ItemWeighting,
     factor_of as factor_of,

@@ -26,6 +26,7 @@ from accelerate import (
     data_loader as loaders,
     devices,
     diagnostics,
+    losses,
     ops,
     planning,
     plugins,
@@ -650,6 +651,117 @@ class Accelerator(ProcessControl):
         for observe in self._runtime.observers.loss_computed:
             observe(loss)
         return loss
+
+    @overload
+    def lm_loss(
+        self,
+        hidden: torch.Tensor,
+        head: nn.Module | torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        shift: bool | None = None,
+        reduction: losses.Reduction = "mean",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        scale: float = 1.0,
+        soft_cap: float | None = None,
+        slice_size: int | None = None,
+        return_logps: Literal[False] = False,
+    ) -> torch.Tensor: ...
+    @overload
+    def lm_loss(
+        self,
+        hidden: torch.Tensor,
+        head: nn.Module | torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        shift: bool | None = None,
+        reduction: losses.Reduction = "mean",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        scale: float = 1.0,
+        soft_cap: float | None = None,
+        slice_size: int | None = None,
+        return_logps: Literal[True],
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def lm_loss(
+        self,
+        hidden: torch.Tensor,
+        head: nn.Module | torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        shift: bool | None = None,
+        reduction: losses.Reduction = "mean",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        scale: float = 1.0,
+        soft_cap: float | None = None,
+        slice_size: int | None = None,
+        return_logps: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Returns the cross entropy of `head(hidden)` without a tensor of all logits.
+
+        The logits of a slice of the vocabulary are computed, used and freed, and computed again in the
+        backward pass. Value and gradients are those of torch's `cross_entropy`, in the mixed precision of the
+        run, with logits in float32. It is called on all ranks, in the forward of a prepared model or with
+        what its forward returns. A head that FSDP 2 shards is gathered once, and its gradient is reduced
+        once. With a head that tensor parallelism shards ("colwise"), each rank computes its entries of the
+        vocabulary.
+
+        Args:
+            hidden: Hidden states of shape (..., features).
+            head: Linear layer that computes the logits, the embedding or weight of shape (vocabulary,
+                features) that is tied to it, or a LoRA layer of peft around it.
+            labels: Integers of shape (...), on the device of `hidden`.
+            shift: Whether `labels` has the tokens at the positions of `hidden`, as models of transformers
+                take them, so that the label of a position is the next one. False means that they are shifted
+                already. There is no default, because a wrong value trains a wrong model.
+            reduction: "mean" is the mean over the labels of this rank, and of the ranks with the other parts
+                of its sequences (`cp_size`, `sp_size`), weighted so that averaged gradients are those of
+                whole sequences. "sum" is the sum over the labels of this rank, for `num_items`.
+            ignore_index: Label of tokens without a loss.
+            label_smoothing: Weight of the uniform distribution in the targets, from 0 to 1.
+            z_loss: Factor of the squared logarithm of the sum of the exponentials of the logits, which is
+                added to the loss of each token (PaLM, https://arxiv.org/abs/2204.02311).
+            scale: Factor of the logits.
+            soft_cap: Bound c of the logits, which become `c * tanh(logits / c)`, after `scale`.
+            slice_size: Entries of the vocabulary whose logits exist at a time. None chooses about as many
+                logits as elements of `hidden`, at least 16 million.
+            return_logps: Whether to return the log-probabilities of the labels, too.
+
+        Returns:
+            The loss as a 0-d float32 tensor (float64 for float64 weights). With `return_logps`, the loss and
+            a tensor of the shape of `labels`, with the log-probability of the label of each position, with
+            gradients, and 0 for tokens without a label. The mean of no labels is NaN and has gradients of 0,
+            and their sum is 0, as those of torch. On accelerators the loss is NaN if a label is not in the
+            vocabulary.
+
+        Raises:
+            ConfigurationError: An option or a shape is wrong, a label is not in the vocabulary (on the CPU),
+                or a mean is computed in a window whose items are counted.
+            PreparationError: The weights of the head are not whole here, or it is on other stages.
+        """
+        sequences = accelerator.check_loss(self._runtime, self._accumulation, shift, reduction)
+        with self.autocast():
+            loss, logps = losses.lm_loss(
+                hidden,
+                head,
+                labels,
+                shift=shift,
+                reduction=reduction,
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                z_loss=z_loss,
+                scale=scale,
+                soft_cap=soft_cap,
+                slice_size=slice_size,
+                sequences=sequences,
+                models=self._models,
+            )
+        return (loss, logps) if return_logps else loss
 
     def count_flops(self) -> AbstractContextManager[None]:
         """Returns the context manager of a training step, whose model FLOPs are counted once.

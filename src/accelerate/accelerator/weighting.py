@@ -19,7 +19,11 @@ from accelerate.state import step_clock
 
 
 class LossWeighting(Protocol):
-    """Factor of the losses of a window in which items are counted."""
+    """Factor of the losses of a window in which items or batches are counted."""
+
+    @property
+    def counts_items(self) -> bool:
+        """True if losses are sums over items."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """Returns a loss times the factor."""
@@ -37,6 +41,8 @@ class ItemWeighting:
         num_copies: Returns the number of ranks that count the same items.
         held: Returns the gradients of the window by parameter, which may not be the `grad` of the parameter.
     """
+
+    counts_items = True
 
     def __init__(
         self,

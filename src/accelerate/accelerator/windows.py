@@ -98,6 +98,11 @@ class Window:
         self._factor = factor_of(total, accumulation.strategy.replicas)
         self._is_begun = False
 
+    @property
+    def counts_items(self) -> bool:
+        """True if losses are sums over items, and False if they are means over batches."""
+        return self._reader.counts_items
+
     def __len__(self) -> int:
         """Returns the number of batches of this rank."""
         return self._length

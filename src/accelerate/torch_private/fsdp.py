@@ -193,6 +193,37 @@ def is_freed_after_forward(unit: object) -> bool:
     return any(group.post_forward_mesh_info is not None for group in _groups_of_unit(unit))
 
 
+def is_unit_of_fsdp2(module: nn.Module) -> bool:
+    """Returns whether FSDP 2 gathers parameters before the forward of a module."""
+    return bool(_groups_of_unit(module))
+
+
+@contextmanager
+def kept_after_forward(unit: Any) -> Iterator[None]:
+    """Keeps the parameters of a unit of FSDP 2 gathered after its forwards in the block, for the backward."""
+    groups = _groups_of_unit(unit)
+    kept = [group.post_forward_mesh_info for group in groups]
+    for group in groups:
+        group.post_forward_mesh_info = None
+    try:
+        yield
+    finally:
+        for group, value in zip(groups, kept, strict=True):
+            group.post_forward_mesh_info = value
+
+
+def phases_of_fsdp2(models: Iterable[nn.Module]) -> dict[Tensor, tuple[bool, bool]]:
+    """Returns for each parameter of FSDP 2 whether it is gathered, and whether a pass of its unit runs."""
+    phases: dict[Tensor, tuple[bool, bool]] = {}
+    for group in (group for model in models for group in _groups_of_fsdp2(model)):
+        for parameter in group.fsdp_params:
+            info = parameter._module_info
+            is_gathered = parameter.sharded_state.name == "UNSHARDED"
+            runs = group._training_state.name != "IDLE"
+            phases[getattr(info.module, info.param_name)] = is_gathered, runs
+    return phases
+
+
 def unreduced_gradients(model: nn.Module) -> list[Tensor]:
     """Returns the gradients of FSDP 2 that are not reduced yet, and the sharded ones of gathered units.
 

@@ -117,6 +117,11 @@ def num_forward_hooks(module: nn.Module) -> int:
     return len(module._forward_hooks) + len(module._forward_pre_hooks)
 
 
+def forward_hooks(module: nn.Module) -> list[Any]:
+    """Returns the hooks before and after the forward of a module, which torch registers but does not list."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
 def call_forward_hooks(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: object, source: str
 ) -> Any:

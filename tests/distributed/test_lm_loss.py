@@ -1,0 +1,346 @@
+"""The loss without logits has the value and the gradients of the plain loss in each layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.base import ConfigurationError, PreparationError, is_torch_version
+
+Run = Callable[..., list[Any]]
+VOCABULARY, WIDTH, LENGTH = 37, 16, 8  # 2 ranks have 19 and 18 entries
+LAYOUTS: dict[str, tuple[int, dict[str, int], int | None]] = {
+    "one": (1, {}, None),
+    "ddp": (2, {}, None),
+    "fsdp1": (2, {}, 1),
+    "fsdp2": (2, {}, 2),
+    "hsdp": (4, {"dp_replicate_size": 2, "dp_shard_size": 2}, 2),
+    "tp": (2, {"tp_size": 2}, None),
+    "fsdp2+tp": (4, {"dp_shard_size": 2, "tp_size": 2}, 2),
+}
+"""Layout -> number of processes, sizes of the mesh, version of FSDP."""
+
+
+class Model(nn.Module):
+    """Language model that returns its loss, or its hidden states."""
+
+    def __init__(self, ties: bool, loss: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=not ties)
+        if ties:
+            self.lm_head.weight = self.embedding.weight
+        self.loss = loss
+        self.tp_plan = {"lm_head": "colwise_rep", "embedding": "embedding_rowwise"}
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            heads = hidden.unflatten(-1, (2, -1)).transpose(1, 2)
+            attended = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+            hidden = torch.tanh(attended.transpose(1, 2).flatten(2) + block(hidden))
+        return hidden if self.loss is None else self.loss(hidden, self.lm_head, labels)
+
+
+def plain(hidden: Tensor, head: nn.Module, labels: Tensor, reduction: str = "mean") -> Tensor:
+    logits = head(hidden)[:, :-1].flatten(0, 1).float()
+    return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction=reduction)
+
+
+def batches(num_samples: int) -> list[tuple[Tensor, Tensor]]:
+    """Two batches of samples with equal numbers of labels, so that the mean of means is that of all."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(2):
+        tokens = torch.randint(0, VOCABULARY, (num_samples, LENGTH), generator=generator)
+        labels = tokens.clone()
+        labels[:, 3] = -100
+        found.append((tokens, labels))
+    return found
+
+
+def state_of(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
+    return {name: each.cpu() for name, each in accelerator.get_state_dict(model).items()}
+
+
+def train(layout: str, ties: bool, where: str, precision: str = "no", wraps: str | None = None) -> Any:
+    """Returns the losses and the weights after two steps, of the plain loss for the layout "plain"."""
+    processes, mesh, version = LAYOUTS.get(layout, LAYOUTS["one"])
+    plugin = None
+    if version is not None:
+        policy: dict[str, Any] = {}
+        if wraps is not None:
+            policy = {
+                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "transformer_cls_names_to_wrap": [wraps],
+            }
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version, use_orig_params=True, **policy)
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(**mesh) if mesh else None,
+        fsdp_plugin=plugin,
+        mixed_precision=precision,
+    )
+
+    def lm_loss(hidden: Tensor, head: nn.Module, labels: Tensor) -> Tensor:
+        return accelerator.lm_loss(hidden, head, labels, shift=True, slice_size=5)
+
+    torch.manual_seed(0)
+    inside = plain if layout == "plain" else lm_loss
+    model: Any = Model(ties, inside if where == "inside" else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    divided = processes // mesh.get("tp_size", 1)
+    index = accelerator.process_index // mesh.get("tp_size", 1) if layout != "plain" else 0
+    for tokens, labels in batches(4):
+        if layout != "plain":
+            tokens, labels = (each.chunk(divided)[index] for each in (tokens, labels))
+        output = model(tokens, labels)
+        loss = (
+            output if where == "inside" else inside(output, accelerator.unwrap_model(model).lm_head, labels)
+        )
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    return losses, state_of(accelerator, model)
+
+
+def compare(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    assert found[0] == pytest.approx(expected[0], abs=tolerance)
+    if found[1]:
+        for name, value in expected[1].items():
+            torch.testing.assert_close(found[1][name].float(), value.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("layout", ["one", "ddp", "fsdp2", "tp", "hsdp", "fsdp2+tp"])
+def test_training_is_that_of_the_plain_loss(run: Run, layout: str, where: str, ties: bool) -> None:
+    expected = run(train, "plain", ties, "inside", processes=1)[0]
+    for found in run(train, layout, ties, where, processes=LAYOUTS[layout][0]):
+        compare(found, expected)
+
+
+def test_fsdp1_computes_it_in_the_forward(run: Run) -> None:
+    expected = run(train, "plain", False, "inside", processes=1)[0]
+    for found in run(train, "fsdp1", False, "inside", processes=2):
+        compare(found, expected)
+
+
+def outside_of_fsdp1() -> str:
+    with pytest.raises(PreparationError, match="Call lm_loss in the forward") as raised:
+        train("fsdp1", False, "outside")
+    return str(raised.value)
+
+
+def test_fsdp1_refuses_it_outside_of_the_forward(run: Run) -> None:
+    assert all("FSDP 1" in message for message in run(outside_of_fsdp1, processes=2))
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_bfloat16_is_that_of_the_plain_loss(run: Run, layout: str) -> None:
+    expected = run(train, "plain", False, "inside", "bf16", processes=1)[0]
+    for found in run(train, layout, False, "outside", "bf16", processes=2):
+        compare(found, expected, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("layout", ["fsdp1", "fsdp2", "hsdp"])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_head_that_is_a_unit_of_its_own_is_gathered(run: Run, layout: str, where: str) -> None:
+    expected = run(train, "plain", False, "inside", processes=1)[0]
+    for found in run(train, layout, False, where, "no", "Linear", processes=LAYOUTS[layout][0]):
+        compare(found, expected)
+
+
+def count_collectives(ours: bool, mesh: dict[str, int], wraps: str | None) -> dict[str, int]:
+    """Returns the collectives of a forward and backward pass by name."""
+    policy: dict[str, Any] = {}
+    if wraps is not None:
+        policy = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": [wraps]}
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(**mesh) if mesh else None,
+        fsdp_plugin=None if mesh else FullyShardedDataParallelPlugin(fsdp_version=2, **policy),
+    )
+
+    def lm_loss(hidden: Tensor, head: nn.Module, labels: Tensor) -> Tensor:
+        return accelerator.lm_loss(hidden, head, labels, shift=True, slice_size=5)
+
+    model = Model(False, lm_loss if ours else plain)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    tokens, labels = batches(2)[0]
+    accelerator.backward(model(tokens, labels))  # the first pass of FSDP differs
+    with CommDebugMode() as counted:
+        accelerator.backward(model(tokens, labels))
+    return {str(name).rpartition(".")[2]: count for name, count in counted.get_comm_counts().items() if count}
+
+
+def test_a_head_is_gathered_once_and_its_gradient_reduced_once(run: Run) -> None:
+    plain_unit, ours = (run(count_collectives, each, {}, "Linear", processes=2)[0] for each in (False, True))
+    # The plain head is gathered in forward and backward; ours stays gathered.
+    assert plain_unit["_allgather_base_"] - ours["_allgather_base_"] == 1
+    assert plain_unit["_reduce_scatter_base_"] == ours["_reduce_scatter_base_"]
+    plain_root, ours = (run(count_collectives, each, {}, None, processes=2)[0] for each in (False, True))
+    assert plain_root == ours
+
+
+def test_a_sharded_vocabulary_has_one_collective_in_each_pass(run: Run) -> None:
+    before, ours = (
+        run(count_collectives, each, {"tp_size": 2}, None, processes=2)[0] for each in (False, True)
+    )
+    print(before, ours)
+    assert ours == {}
+
+
+def train_counted(layout: str, empty: bool = False) -> Any:
+    """Returns the weights after a window of two micro-batches with different numbers of labels."""
+    processes, mesh, version = LAYOUTS.get(layout, LAYOUTS["one"])
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=2,
+        parallelism_config=ParallelismConfig(**mesh) if mesh else None,
+        fsdp_plugin=None if version is None else FullyShardedDataParallelPlugin(fsdp_version=version),
+    )
+
+    def lm_loss(hidden: Tensor, head: nn.Module, labels: Tensor) -> Tensor:
+        if layout == "plain":
+            return plain(hidden, head, labels, "sum")
+        return accelerator.lm_loss(hidden, head, labels, shift=True, reduction="sum", slice_size=5)
+
+    torch.manual_seed(0)
+    model: Any = Model(False, lm_loss)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    parts = processes // mesh.get("tp_size", 1) if layout != "plain" else 1
+    index = accelerator.process_index // mesh.get("tp_size", 1)
+    for _ in range(2):
+        for tokens, labels in batches(4):
+            labels[0, 2:] = -100
+            if empty:
+                labels[:2] = -100  # all of the first rank
+            tokens, labels = tokens.chunk(parts)[index], labels.chunk(parts)[index]
+            with accelerator.accumulate(model, num_items=(labels[:, 1:] != -100).sum()):
+                accelerator.backward(model(tokens, labels))
+                optimizer.step()
+                optimizer.zero_grad()
+    return [], state_of(accelerator, model)
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("layout", ["one", "ddp", "fsdp2", "hsdp", "tp"])
+def test_counted_items_give_the_mean_over_all_labels(run: Run, layout: str, empty: bool) -> None:
+    expected = run(train_counted, "plain", empty, processes=1)[0]
+    for found in run(train_counted, layout, empty, processes=LAYOUTS[layout][0]):
+        compare(found, expected)
+
+
+def train_frozen(ours: bool, layout: str, where: str) -> Any:
+    """Trains a head whose hidden states need no gradient."""
+    _, mesh, version = LAYOUTS[layout]
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(**mesh) if mesh else None,
+        fsdp_plugin=None if version is None else FullyShardedDataParallelPlugin(fsdp_version=version),
+    )
+
+    def lm_loss(hidden: Tensor, head: nn.Module, labels: Tensor) -> Tensor:
+        return accelerator.lm_loss(hidden, head, labels, shift=True, slice_size=5)
+
+    torch.manual_seed(0)
+    model: Any = Model(False, (lm_loss if ours else plain) if where == "inside" else None)
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    optimizer = torch.optim.SGD(model.lm_head.parameters(), lr=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for tokens, labels in batches(2):
+        output = model(tokens, labels)
+        loss = (
+            output if where == "inside" else lm_loss(output, accelerator.unwrap_model(model).lm_head, labels)
+        )
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [], state_of(accelerator, model)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "tp"])
+def test_a_head_alone_is_trained(run: Run, layout: str) -> None:
+    expected = run(train_frozen, False, "one", "inside", processes=1)[0]
+    for found in run(train_frozen, True, layout, "inside", processes=2):
+        compare(found, expected)
+
+
+def refuse_frozen() -> str:
+    with pytest.raises(PreparationError, match="outside of the forward") as raised:
+        train_frozen(True, "fsdp2", "outside")
+    return str(raised.value)
+
+
+def test_a_gradient_that_fsdp_would_not_reduce_is_an_error(run: Run) -> None:
+    assert all("Call lm_loss in the forward" in message for message in run(refuse_frozen, processes=2))
+
+
+def train_shards(mesh: dict[str, int], reduction: Any) -> Any:
+    """Returns losses and weights of training on shards of sequences with different numbers of labels."""
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(**mesh) if mesh else None,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if mesh else None,
+    )
+    torch.manual_seed(0)
+    model: Any = Model(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for tokens, labels in batches(2):
+        labels[:, :3] = -100
+        shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        buffers = [tokens, shifted]
+        with accelerator.maybe_context_parallel(buffers, [1, 1], set(buffers)):
+            hidden = model(tokens, shifted)
+            if mesh:
+                items = (shifted != -100).sum() if reduction == "sum" else None
+                with accelerator.accumulate(model, num_items=items):
+                    head = accelerator.unwrap_model(model).lm_head
+                    loss = accelerator.lm_loss(hidden, head, shifted, shift=False, reduction=reduction)
+                    accelerator.backward(loss)
+            else:
+                loss = nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), shifted.flatten())
+                accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    return losses if reduction == "mean" else [], state_of(accelerator, model)
+
+
+@pytest.mark.skipif(is_torch_version("<", "2.13"), reason="context parallelism on the CPU is refused before")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_shards_of_sequences_have_the_mean_of_whole_sequences(run: Run, reduction: str) -> None:
+    expected = run(train_shards, {}, "mean", processes=1)[0]
+    for found in run(train_shards, {"cp_size": 2}, reduction, processes=2):
+        compare(found, expected if reduction == "mean" else ([], expected[1]))
+
+
+def refuse_shift() -> str:
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(cp_size=2),
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
+    )
+    with pytest.raises(ConfigurationError, match=r"^shift=True: sequences are sharded") as raised:
+        accelerator.lm_loss(torch.zeros(2, 4), nn.Linear(4, 5), torch.ones(2).long(), shift=True)
+    return str(raised.value)
+
+
+@pytest.mark.skipif(is_torch_version("<", "2.13"), reason="context parallelism on the CPU is refused before")
+def test_shards_of_sequences_are_not_shifted(run: Run) -> None:
+    assert all("pass shift=False" in message for message in run(refuse_shift, processes=2))
