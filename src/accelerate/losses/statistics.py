@@ -117,11 +117,13 @@ class _Statistics(torch.autograd.Function):
                 "lm_loss has no second derivative: backward was called with create_graph=True. Compute the "
                 "logits and torch's cross_entropy for a loss of gradients."
             )
-        labels, bias, log_sum, *tensors = ctx.saved_tensors
+        labels, saved_bias, log_sum, *saved = ctx.saved_tensors
+        bias = None if saved_bias is None else saved_bias.detach()
+        tensors = [tensor.detach() for tensor in saved]
         vocabulary: Vocabulary = ctx.vocabulary
         inputs, weights = tensors[::2], tensors[1::2]
         needs_bias, needs = ctx.needs_input_grad[2], ctx.needs_input_grad[3:]
-        of_bias = torch.empty_like(bias) if needs_bias else None
+        of_bias = torch.empty_like(saved_bias) if needs_bias else None
         of_inputs = [
             torch.zeros_like(tensor, dtype=vocabulary.accumulation) if needed else None
             for tensor, needed in zip(inputs, needs[::2], strict=True)
@@ -131,7 +133,8 @@ class _Statistics(torch.autograd.Function):
             for tensor, needed in zip(weights, needs[1::2], strict=True)
         ]
         for entries in _slices(weights[0], vocabulary):
-            logits = _logits_of(vocabulary, inputs, weights, bias, entries)
+            with torch.enable_grad():  # marks recomputation, which is not counted as model FLOPs
+                logits = _logits_of(vocabulary, inputs, weights, bias, entries)
             of_logits = _gradient_of_logits(vocabulary, logits, labels, log_sum, gradients, entries)
             del logits
             if of_bias is not None:

@@ -360,3 +360,14 @@ class TestFormulas:
         x, weight = torch.ones(2, 3, 4), torch.ones(5, 4)
         assert self.count("linear", x, weight, None) == 2 * 6 * 4 * 5
         assert self.count("linear_backward", x, x, weight, [True, True, True]) == 2 * 2 * 6 * 4 * 5
+
+
+def test_slices_of_logits_that_are_computed_again_are_counted_once() -> None:
+    accelerator, in_backward = Accelerator(cpu=True), False
+    hidden = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    head, labels = nn.Linear(HIDDEN, VOCABULARY), torch.arange(TOKENS) % VOCABULARY
+    with flops.FlopMode(lambda: in_backward and torch.is_grad_enabled()) as mode:
+        loss = accelerator.lm_loss(hidden, head, labels, shift=False, slice_size=9)
+        in_backward = True
+        loss.backward()
+    assert mode.flops.total() == 3 * 2 * TOKENS * HIDDEN * VOCABULARY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from accelerate import Accelerator, torch_private
 from accelerate.base import ConfigurationError, is_torch_version
+from accelerate.losses import use_lm_loss
 
 WIDTH, BATCH = 64, 32
 CPU = torch.device("cpu")
@@ -110,3 +112,18 @@ def test_a_number_format_without_a_plan_is_refused(monkeypatch: pytest.MonkeyPat
     model = Net()
     with pytest.raises(ConfigurationError, match="Plan with mixed_precision='bf16'"):
         accelerator.plan_memory(model, torch.optim.SGD(model.parameters()), [torch.zeros(1, WIDTH)], loss_of)
+
+
+@pytest.mark.usefixtures("states")
+def test_the_plan_of_a_loss_without_logits_has_no_logits() -> None:
+    transformers = pytest.importorskip("transformers")
+    tokens = torch.randint(8000, (2, 256))
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=8000, **sizes)
+    accelerator, batch, peaks = Accelerator(cpu=True), {"input_ids": tokens, "labels": tokens}, []
+    for change in (lambda model: model, partial(use_lm_loss, slice_size=100)):
+        model = change(transformers.LlamaForCausalLM(config))
+        peaks.append(accelerator.plan_memory(model, torch.optim.SGD(model.parameters()), batch).peak)
+    logits = 4 * tokens.numel() * 8000
+    assert peaks[0] - peaks[1] > logits
+    assert peaks[1] < logits
