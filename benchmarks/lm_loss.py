@@ -78,14 +78,34 @@ def compare_peaks(precision: str) -> list[Pair]:
     return [*pairs, Pair(f"logits in the peak, {precision}", plain, ours, left, 5.0, "%", "B")]
 
 
+def compare_with_torch() -> list[Pair]:
+    """Returns the pair of torch's function in chunks of tokens and of the loss in slices, if torch has it."""
+    if not hasattr(nn, "LinearCrossEntropyOptions"):
+        return []
+    run, width = accelerator("no"), SIZES["hidden_size"]
+    hidden, head = torch.randn(SAMPLES * LENGTH, width, requires_grad=True), nn.Linear(width, VOCABULARY)
+    labels, options = torch.randint(0, VOCABULARY, (len(hidden),)), nn.LinearCrossEntropyOptions()
+
+    def of_torch() -> None:
+        nn.functional.linear_cross_entropy(
+            hidden, head.weight, labels, linear_bias=head.bias, options=options
+        ).backward()
+
+    def ours() -> None:
+        run.lm_loss(hidden, head, labels, shift=False).backward()
+
+    return [
+        measure("torch's linear_cross_entropy, float32", of_torch, ours, budget=TIME, repetitions=1, rounds=5)
+    ]
+
+
 def main() -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     planned = [pair for precision in PRECISIONS for pair in compare_peaks(precision)]
     times = [compare_times(precision) for precision in PRECISIONS]
-    return report(
-        [*times, *planned], "Loss without logits (raw: plain loss or allocated, ours: lm_loss or predicted)"
-    )
+    title = "Loss without logits (raw: plain loss or allocated, ours: lm_loss or predicted)"
+    return report([*times, *compare_with_torch(), *planned], title)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,8 @@ def ranks_of_sequences(mesh: Any, replicas: int, size: int) -> Sequences:
     """
     dimensions: Sequence[str] = () if mesh is None else mesh.mesh_dim_names
     names = [name for name in axes_with(Data.SEQUENCES) if name in dimensions and mesh[name].size() > 1]
+    if not names:
+        return WHOLE
     count = prod(mesh[name].size() for name in names)
     return Sequences(tuple(mesh[name].get_group() for name in names), count * replicas / size)
 
@@ -81,7 +83,7 @@ def lm_loss(
     parts = read_head(head)
     hidden, labels = _replicated(hidden), _replicated(labels)
     _check_shapes(hidden, labels, parts)
-    if shift:
+    if shift and labels.numel():
         labels = nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
     if not parts.units:
         _check_units(parts, hidden, models)

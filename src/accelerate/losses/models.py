@@ -44,7 +44,7 @@ def use_lm_loss(model: Model, slice_size: int | None = None) -> Model:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     causal: Any = model
-    if hasattr(model, "peft_config"):
+    if hasattr(model, "get_base_model"):  # of peft
         causal = causal.get_base_model()
     kind = type(causal).__name__
     loss = getattr(causal, "loss_function", None)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from accelerate.base import StateError
 
@@ -143,7 +143,7 @@ class _Statistics(torch.autograd.Function):
                 low = of_logits.to(dtype)
                 of_input, of_weight = of_inputs[index], of_weights[index]
                 if of_input is not None:
-                    _add_product(of_input, low, weights[index][entries].to(dtype))
+                    of_input += low @ weights[index][entries].to(dtype)
                 if of_weight is not None:
                     of_weight[entries] = low.T @ inputs[index].to(dtype)
             del of_logits, low
@@ -169,16 +169,12 @@ def _logits_of(
     entries: slice,
 ) -> Tensor:
     """Returns a new tensor with the logits of a slice, of shape (N, entries of the slice)."""
-    products = [
-        inputs[index].to(dtype) @ weights[index][entries].to(dtype).T
-        for index, dtype in enumerate(vocabulary.dtypes)
-    ]
-    logits = products.pop(0)
-    if bias is not None:
-        logits += bias[entries].to(logits.dtype)  # as in the dtype of the layer
-    logits = logits.to(vocabulary.accumulation)
-    for product in products:
-        logits += product
+    logits: Tensor | None = None
+    for inner, weight, dtype in zip(inputs, weights, vocabulary.dtypes, strict=True):
+        added = None if bias is None or logits is not None else bias[entries].to(dtype)
+        product = nn.functional.linear(inner.to(dtype), weight[entries].to(dtype), added)
+        logits = product.to(vocabulary.accumulation) if logits is None else logits.add_(product)
+    assert logits is not None
     if vocabulary.scale != 1.0:
         logits *= vocabulary.scale
     if vocabulary.soft_cap is not None:
@@ -215,13 +211,6 @@ def _gradient_of_logits(
     if slope is not None:
         result *= slope
     return result if vocabulary.scale == 1.0 else result.mul_(vocabulary.scale)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
 
 
 def _combine(statistics: Sequence[Tensor], group: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -157,6 +157,7 @@ def test_a_second_derivative_is_refused(accelerator: Accelerator) -> None:
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by dynamo
 def test_the_surrounding_code_is_compiled_without_a_break(accelerator: Accelerator) -> None:
     head = nn.Linear(FEATURES, VOCABULARY)
 
