@@ -33,11 +33,15 @@ def plan_memory(
             "plan_memory needs the whole model, and this one is sharded: call it before `prepare`."
         )
     optimizers: Any = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    loss_fn, kernels = loss or planning.loss_of, None
+    if runtime.state.device_backend.is_host:
+        kernels = planning.KernelMode()
+        loss_fn = kernels.watched(loss_fn)
     step = planning.Step(
         extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=False),
         [getattr(each, "optimizer", each) for each in optimizers],
         batch,
-        loss or planning.loss_of,
+        loss_fn,
         device,
         max_norm=max_norm,
         convert=strategies.keep_activations,
@@ -54,4 +58,5 @@ def plan_memory(
     layout = replace(layout, accumulation=runtime.gradient_state.num_steps, checkpointing=checkpoints)
     planner = planning.Planner(strategies.tracer_for(strategy, step, policy))
     summary = policy.summary if policy is not None else "every block" if checkpoints else "nothing"
-    return planning.build_plan(planner, layout, planning.batch_size_of(batch), summary)
+    plan = planning.build_plan(planner, layout, planning.batch_size_of(batch), summary)
+    return plan if kernels is None else replace(plan, workspace=kernels.measure())

@@ -5,6 +5,7 @@ from accelerate.planning.inputs import (
     loss_or_mean as loss_or_mean,
     timm_batch as timm_batch,
 )
+from accelerate.planning.kernels import KernelMode as KernelMode
 from accelerate.planning.layouts import (
     SHARDINGS as SHARDINGS,
     ZERO_STAGES as ZERO_STAGES,

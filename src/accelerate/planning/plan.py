@@ -174,6 +174,8 @@ class MemoryPlan:
         layout: Distribution of the model over devices.
         batch_size: Samples on each device in one forward pass.
         recomputed: Activations that are recomputed in the backward pass, as text.
+        workspace: Measured bytes of the largest workspace of a kernel of this CPU, which are not part of the
+            peak. 0 for other devices.
     """
 
     parts: Parts
@@ -181,6 +183,7 @@ class MemoryPlan:
     batch_size: int
     planner: Planner
     recomputed: str = "nothing"
+    workspace: int = 0
 
     @property
     def peak(self) -> int:
@@ -228,6 +231,9 @@ class MemoryPlan:
         lines = [format_parts(self.parts), format_bar(self.parts, self.peak)]
         if self.layout.checkpointing:
             lines.append(f"recomputed in backward: {self.recomputed}")
+        if self.workspace:
+            size = convert_bytes(self.workspace)
+            lines.append(f"not included: {size} for the largest workspace of a kernel of this CPU (measured)")
         return "\n".join(lines)
 
 
