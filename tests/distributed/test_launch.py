@@ -267,32 +267,6 @@ def test_ending_the_launcher_ends_its_processes(
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", TWO_IN_GATE)
-def test_under_nohup_sighup_does_not_end_the_run(scripts: Scripts, count: str) -> None:
-    waits = "\nimport time\nwhile not os.path.exists(folder + '/go'): time.sleep(0.05)\nprint('end')"
-    launched = Launched(scripts, count, WRITER + waits, signal.SIGHUP)
-    launched.send(signal.SIGHUP)
-    (scripts.folder / "go").touch()
-    ended = launched.wait()
-    assert ended.code == 0, ended.err
-    assert ended.out.count("end") == int(count)  # processes write at the same time
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", TWO_IN_GATE)
-def test_stopped_processes_end_with_the_others(scripts: Scripts, count: str) -> None:
-    stops = (
-        "\nimport signal\nif rank != '0': os.kill(os.getpid(), signal.SIGSTOP)\nimport time\ntime.sleep(100)"
-    )
-    launched = Launched(scripts, count, WRITER + stops, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="90")
-    pids = launched.send(signal.SIGTERM)
-    ended = launched.wait()
-    assert ended.code == 128 + signal.SIGTERM
-    assert "did not end" not in ended.err
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
-
-
 SLOW_START = """
 import json, os, time
 if "ACCELERATE_FAILURE_DIR" in os.environ:  # a process of the launcher, before anything of it is imported

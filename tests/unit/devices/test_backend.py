@@ -49,24 +49,6 @@ def test_every_row_answers_the_whole_interface(backend, fake_torch):
     backend.grad_scaler(init_scale=4.0)
 
 
-def test_backends_with_the_interface_of_cuda_call_their_module(accelerator, fake_torch):
-    module = accelerator.module
-    assert (accelerator.count(), accelerator.current()) == (4, 2)
-    accelerator.set_current(3)
-    accelerator.seed(7)
-    accelerator.set_rng_state("state")
-    assert (accelerator.free_memory(1), accelerator.total_memory(1)) == (10, 40)
-    assert fake_torch.calls == [
-        (f"{module}.device_count",),
-        (f"{module}.current_device",),
-        (f"{module}.set_device", 3),
-        (f"{module}.manual_seed_all", 7),
-        (f"{module}.set_rng_state", "state"),
-        (f"{module}.mem_get_info", 1),
-        (f"{module}.mem_get_info", 1),
-    ]
-
-
 def test_devices_are_numbered_or_not(accelerator, fake_torch):
     accelerator.device(1)
     accelerator.device()
@@ -204,7 +186,3 @@ def test_apples_gpu_has_no_double_precision():
 
     assert not MPS.supports(torch.float64)
     assert MPS.supports(torch.float16)
-
-
-def test_rows_can_be_compared_and_hashed(backend):
-    assert len({backend, *BACKENDS}) == len(BACKENDS)

@@ -237,11 +237,6 @@ def test_the_network_is_suspected_only_where_nothing_else_failed() -> None:
     assert "firewalls" not in format_screen(Outcome(1, (LOST, BASE), Exits({0: 1, 1: 1})), HERE)
 
 
-def test_the_script_may_lose_connections_of_its_own() -> None:
-    own = replace(BASE, kind=("ReadTimeout", "OSError"), headline="ReadTimeout: Read timed out.")
-    assert find_cause(Outcome(1, (own, LOST))) is None
-
-
 LONG = "Traceback (most recent call last):\n" + "".join(f"line {number}\n" for number in range(10_000))
 
 

@@ -12,9 +12,7 @@ from accelerate.diagnostics.hang_report import (
     Activity,
     RankState,
     format_report,
-    group_states,
     is_hang,
-    odd_groups,
 )
 from accelerate.state import AcceleratorState
 
@@ -63,11 +61,6 @@ def test_all_operations_are_shown_when_no_group_is_the_largest() -> None:
     text = format_report([in_gather(0), other], "/other")
     assert "rank 0 waits in gather #581, /job/eval.py:44, since 60 s; rank 1 waits in reduce #581, " in text
     assert text.count("is at:") == 2
-
-
-def test_the_smallest_group_of_ranks_is_the_differing_one() -> None:
-    groups = [group for _, group in group_states([in_gather(0), in_gather(1, 580), in_gather(2)], "")]
-    assert [[state.rank for state in group] for group in odd_groups(groups)] == [[1]]
 
 
 def test_operations_of_torch_and_lines_without_a_function() -> None:

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -68,13 +67,6 @@ def test_values_of_a_project_are_in_the_records_of_its_run(tmp_path: Path) -> No
     assert len(find_runs(tmp_path)) == 0
     log(accelerator)
     assert len(find_runs(tmp_path)) == 1
-
-
-def test_the_variable_names_another_folder(tmp_path: Path) -> None:
-    with patch_environment(ACCELERATE_RUN_RECORDS=str(tmp_path / "records")):
-        log(Accelerator(cpu=True, log_with="report", project_dir=str(tmp_path / "run")))
-    assert records_below(tmp_path / "records")
-    assert not (tmp_path / "run").exists()
 
 
 def test_records_that_are_switched_off_are_one_error(tmp_path: Path) -> None:
@@ -150,25 +142,6 @@ def test_records_that_cannot_be_written_are_one_warning(
         log(Accelerator(cpu=True, log_with="report", project_config=project))
     (warning,) = warnings_of(caplog)
     assert warning.startswith(f"The run is no longer recorded in {path.parent}: [Errno ")
-
-
-def test_a_folder_that_is_removed_while_values_are_logged_is_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCELERATE_RUN_RECORDS", str(tmp_path / "run"))
-    accelerator = Accelerator(cpu=True, log_with="report", project_dir=str(tmp_path))
-    accelerator.init_trackers("project")
-    accelerator.log({"loss": 1.0}, step=0)
-    accelerator.get_tracker("report", unwrap=True).flush()
-    shutil.rmtree(tmp_path / "run")
-    for step in range(1, 4):
-        accelerator.log({"loss": 1.0}, step=step)
-        assert accelerator.trackers
-    accelerator.get_tracker("report", unwrap=True).flush()  # a run that ends may remove its folder
-    accelerator.end_training()
-    (warning,) = warnings_of(caplog)
-    assert "is no longer recorded in" in warning
-    assert not (tmp_path / "run").exists()
 
 
 def test_values_that_cannot_be_written_are_one_warning_and_later_ones_are_written(
