@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.models import Experts, Mixture
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -32,30 +33,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(x)))
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(0.3 * torch.randn(4, 6, 6))
-
-    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        output = torch.zeros_like(tokens)
-        for expert in range(len(self.weight)):
-            token, place = torch.where(chosen == expert)
-            part = weights[token, place].unsqueeze(1) * (tokens[token] @ self.weight[expert])
-            output = output.index_add(0, token, part)
-        return output
-
-
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(6, 4), Experts()
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
-        return x + self.experts(x, chosen, weights)
 
 
 class Net(nn.Module):

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.objects import Counter
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -32,19 +33,6 @@ Run = Callable[..., list[Any]]
 PATIENCE = 30.0  # seconds that the driver waits for a line
 WAYS = ("all", "first", "last")
 COMBINATIONS = ((1, True), (1, False), (2, True), (2, False))  # processes, and whether saves block
-
-
-class Counter:
-    """An object of the user's own."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
 
 
 class Training:

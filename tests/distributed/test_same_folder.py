@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.objects import Counter
 from torch import nn
 
 from accelerate import Accelerator
@@ -25,19 +26,6 @@ from accelerate.utils import ProjectConfiguration
 Run = Callable[..., list[Any]]
 NAMED = Path("project/checkpoints/named")
 SECONDS_TO_START = 60.0
-
-
-class Counter:
-    """An object of the user's own."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
 
 
 class Training:

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tests.stand_ins.models import Experts, Mixture
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -39,30 +40,6 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(0.3 * torch.randn(4, 6, 6))
-
-    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        output = torch.zeros_like(tokens)
-        for expert in range(len(self.weight)):
-            token, place = torch.where(chosen == expert)
-            part = weights[token, place].unsqueeze(1) * (tokens[token] @ self.weight[expert])
-            output = output.index_add(0, token, part)
-        return output
-
-
-class Mixture(nn.Module):
-    def __init__(self, _: int) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(6, 4), Experts()
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
-        return x + self.experts(x, chosen, weights)
-
-
 class Net(nn.Module):
     """With tied weights, frozen parameters, and matrices that ranks cannot divide or that are smaller."""
 
@@ -72,8 +49,8 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.enter = nn.Linear(6, 6, bias=False)
-        kind = Mixture if "ep" in layout.split() else Block
-        self.blocks = nn.ModuleList(kind(width) for width in (10, 4, 8, 2))
+        has_experts = "ep" in layout.split()
+        self.blocks = nn.ModuleList(Mixture() if has_experts else Block(width) for width in (10, 4, 8, 2))
         self.small = nn.Linear(6, 1)
         self.leave = nn.Linear(6, 6, bias=False)
         if "pp" not in layout.split() and "ep" not in layout.split():

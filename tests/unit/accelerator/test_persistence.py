@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.stand_ins.objects import Counter
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -27,19 +28,6 @@ class Tied(nn.Module):
         self.embed = nn.Linear(4, 4, bias=False)
         self.head = nn.Linear(4, 4, bias=False)
         self.head.weight = self.embed.weight
-
-
-class Counter:
-    """An object of the user's own."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
 
 
 def test_saved_and_loaded_objects_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

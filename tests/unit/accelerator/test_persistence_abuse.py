@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.objects import CreatesFolder
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -32,16 +33,6 @@ class Holder:
 
     def load_state_dict(self, state: Any) -> None:
         self.state = state
-
-
-class Hostile:
-    """Runs a command where it is unpickled without care."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
 
 
 def build(project: Path | None = None, **choices: Any) -> tuple[Accelerator, nn.Module]:
@@ -80,7 +71,7 @@ UNVERIFIED = [(name, False) for name in FILES if name != "sampler.bin"]  # that 
 def test_a_malicious_file_runs_no_code_and_changes_nothing(tmp_path: Path, name: str, verified: bool) -> None:
     accelerator, model = build()
     folder = accelerator.save_state(tmp_path / "one")
-    swap(folder, name, {"a": Hostile(tmp_path / "trap")}, verified=verified)
+    swap(folder, name, {"a": CreatesFolder(tmp_path / "trap")}, verified=verified)
     with torch.no_grad():
         model.weight.fill_(7)
     with pytest.raises(CheckpointError, match=rf"{name} holds a `\w+\.mkdir`.*weights_only"):
@@ -92,7 +83,7 @@ def test_a_malicious_file_runs_no_code_and_changes_nothing(tmp_path: Path, name:
 def test_a_malicious_sampler_file_of_other_software_is_not_read(tmp_path: Path) -> None:
     accelerator, _ = build()
     folder = accelerator.save_state(tmp_path / "one")
-    swap(folder, "sampler.bin", {"a": Hostile(tmp_path / "trap")}, verified=False)
+    swap(folder, "sampler.bin", {"a": CreatesFolder(tmp_path / "trap")}, verified=False)
     accelerator.load_state(folder)
     assert not (tmp_path / "trap").exists()
 

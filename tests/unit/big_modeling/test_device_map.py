@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from tests.stand_ins.models import TiedLayers
 from torch import nn
 
 from accelerate import infer_auto_device_map
@@ -188,17 +189,8 @@ def test_the_dtype_decides_how_many_layers_fit() -> None:
     assert infer_auto_device_map(chain(6), memory, dtype="float16", special_dtypes=special)["5"] == "cpu"
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 4)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-        self.head = nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-
 def test_tied_weights_stay_together_and_the_map_follows_the_model() -> None:
-    model = Tied()
+    model = TiedLayers()
     found = infer_auto_device_map(model, {0: 80 + 160 + 80, "cpu": "1MB"})
     assert list(found.items()) == [
         ("embed", 0),

@@ -6,19 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.models import TiedLayers
 from torch import nn
 
 from accelerate.base import ConfigurationError
 from accelerate.big_modeling import check_device_map, check_devices, device_key
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 4)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-        self.head = nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embed.weight
 
 
 def test_every_tensor_needs_a_place() -> None:
@@ -32,7 +24,7 @@ def test_every_tensor_needs_a_place() -> None:
 
 def test_one_error_names_all_that_is_wrong() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        check_device_map(Tied(), {"embed": 0, "head": "cpu"})
+        check_device_map(TiedLayers(), {"embed": 0, "head": "cpu"})
     text = str(caught.value)
     assert "no device to layers.0.weight" in text
     assert "embed.weight (0) and head.weight (cpu)" in text
@@ -45,8 +37,8 @@ def test_an_unknown_name_gives_a_warning() -> None:
 
 
 def test_one_device_in_two_spellings() -> None:
-    check_device_map(Tied(), {"": 0, "head": "cuda:0"})
-    check_device_map(Tied(), {"": "cuda", "head": torch.device("cuda", 0)})
+    check_device_map(TiedLayers(), {"": 0, "head": "cuda:0"})
+    check_device_map(TiedLayers(), {"": "cuda", "head": torch.device("cuda", 0)})
     places = [0, "0", "cuda", "cuda:1", "cpu", "mps:0", "meta", torch.device("cpu")]
     assert [device_key(place) for place in places] == ["0", "0", "0", "1", "cpu", "mps", "meta", "cpu"]
 

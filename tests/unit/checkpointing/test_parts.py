@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from tests.stand_ins.objects import CreatesFolder
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -346,16 +347,6 @@ def test_one_process_writes_shared_states(leads: bool) -> None:
     assert names == [*(["optimizer.bin", "model.safetensors"] if leads else []), "random_states_1.pkl"]
 
 
-class Hostile:
-    """Runs a command where it is unpickled without care."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
 @pytest.mark.usefixtures("states")
 @pytest.mark.parametrize(
     "name",
@@ -365,7 +356,7 @@ class Hostile:
 def test_no_file_can_run_code(tmp_path: Path, name: str, legacy: bool) -> None:
     loader = Accelerator(cpu=True).prepare(DataLoader(range(4)))
     write(LoaderPart(0, loader), tmp_path)
-    torch.save(Hostile(tmp_path / "trap"), tmp_path / name, _use_new_zipfile_serialization=not legacy)
+    torch.save(CreatesFolder(tmp_path / "trap"), tmp_path / name, _use_new_zipfile_serialization=not legacy)
     part: Part = {
         "optimizer.bin": StatePart("optimizer.bin", Holder()),
         "pytorch_model.bin": ModelPart(0, model=nn.Linear(1, 1)),

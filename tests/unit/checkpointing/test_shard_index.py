@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.objects import CreatesFolder
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from accelerate.base import CheckpointError
@@ -71,17 +71,9 @@ def test_a_state_without_a_key_is_read_under_its_name(tmp_path: Path) -> None:
     assert set(shard_index.read(tmp_path, "model").paths) == {WEIGHT}
 
 
-class Harmful:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
 def test_reading_metadata_runs_no_code(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    (tmp_path / shard_index.NAME).write_bytes(pickle.dumps(Harmful(mark)))
+    (tmp_path / shard_index.NAME).write_bytes(pickle.dumps(CreatesFolder(mark)))
     with pytest.raises(CheckpointError, match=r"\.metadata holds a `posix\.mkdir`"):
         shard_index.read(tmp_path, "model")
     assert not mark.exists()

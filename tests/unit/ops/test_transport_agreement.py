@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from tests.stand_ins.objects import CreatesFolder
 
 from accelerate.base import CheckpointError, ConfigurationError, StateError
 from accelerate.launch import KEY_VARIABLE
@@ -177,16 +177,6 @@ def test_open_consensus_selects_the_class_for_the_run() -> None:
     assert type(open_consensus(FakeTransport(0), StoreChannel(dist.HashStore(), "", {}))) is StoreConsensus
 
 
-class Harmful:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
 @pytest.mark.parametrize("key", ["secret", ""])
 @pytest.mark.parametrize("name", ["decision", "0", "2"])
 def test_pickles_in_the_store_are_not_loaded(
@@ -195,7 +185,7 @@ def test_pickles_in_the_store_are_not_loaded(
     monkeypatch.setattr(agreement, "DECISION_TIMEOUT", 0.05)
     store = dist.HashStore()
     channel = StoreChannel(store, "", {KEY_VARIABLE: key})
-    store.set(f"/1/{name}", pickle.dumps((True, Harmful(tmp_path / "ran"))))
+    store.set(f"/1/{name}", pickle.dumps((True, CreatesFolder(tmp_path / "ran"))))
     with pytest.raises(StateError, match="must be called on all processes"):
         StoreConsensus(channel, 1, 3).decide("save", None, len, 0.05)
     with pytest.raises(StateError, match="must be called on all processes"):

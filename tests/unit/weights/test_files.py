@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.stand_ins.objects import CreatesFolder
 from torch import nn
 
 from accelerate.base import CheckpointError, ConfigurationError
@@ -58,19 +59,9 @@ def test_clean_state_dict_drops_the_other_names() -> None:
     assert all(tensor.is_contiguous() for tensor in cleaned.values())
 
 
-class Hostile:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return os.mkdir, (str(self.mark),)
-
-
 def test_a_malicious_file_runs_no_code(tmp_path: Path) -> None:
     mark, path = tmp_path / "ran", tmp_path / "x.bin"
-    torch.save({"state": Hostile(mark)}, path)
+    torch.save({"state": CreatesFolder(mark)}, path)
     with pytest.raises(CheckpointError, match=r"x\.bin holds a .*mkdir.*weights_only"):
         read_torch(path)
     assert not mark.exists()
