@@ -22,6 +22,7 @@ from accelerate.plugins import (
     ExpertParallelConfig,
     PipelineConfig,
     TorchContextParallelConfig,
+    TorchSequenceParallelConfig,
     TorchTensorParallelConfig,
     at_least,
     one_of,
@@ -54,7 +55,7 @@ class MeshAxis(Enum):
     | `DP_REPLICATE` | replicas of the model (data parallelism) |
     | `DP_SHARD` | shards of the parameters of one replica (FSDP) |
     | `CP` | parts of sequences, with attention over all of them (context parallelism) |
-    | `SP` | parts of sequences, which they exchange for attention heads (sequence parallelism of DeepSpeed) |
+    | `SP` | parts of sequences, which they exchange for attention heads (Ulysses sequence parallelism) |
     | `TP` | shards of the weights of layers (tensor parallelism) |
 
     Attributes:
@@ -88,7 +89,7 @@ def axes_with(*data: Data) -> tuple[str, ...]:
     return tuple(axis.value for axis in MeshAxis if axis.data in data)
 
 
-BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}
+BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed", "torch")}
 
 
 @dataclass
@@ -107,11 +108,11 @@ class ParallelismConfig:
         cp_size: Number of ranks that shard each sequence, by context parallelism.
         cp_backend: "torch".
         sp_size: Number of ranks that shard each sequence, by Ulysses sequence parallelism.
-        sp_backend: "deepspeed".
+        sp_backend: "deepspeed", whose engine trains the model, or "torch" for all other strategies.
         pp_handler: Options of pipeline parallelism.
         tp_handler: Options of tensor parallelism.
         cp_handler: Options of context parallelism.
-        sp_handler: Options of sequence parallelism.
+        sp_handler: Options of sequence parallelism, of the class for the backend.
         ep_size: Number of ranks that shard the experts of each layer, by expert parallelism. They have
             different batches.
         ep_handler: Options of expert parallelism.
@@ -127,10 +128,10 @@ class ParallelismConfig:
     cp_size: int | None = None
     cp_backend: Literal["torch"] | None = None
     sp_size: int | None = None
-    sp_backend: Literal["deepspeed"] | None = None
+    sp_backend: Literal["deepspeed", "torch"] | None = None
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
-    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | TorchSequenceParallelConfig | None = None
     pp_size: int | None = None
     pp_handler: PipelineConfig | None = None
     ep_size: int | None = None
@@ -158,7 +159,7 @@ class ParallelismConfig:
         if self.cp_enabled:
             self.cp_handler = self.cp_handler or TorchContextParallelConfig()
         if self.sp_enabled:
-            self.sp_handler = self.sp_handler or DeepSpeedSequenceParallelConfig()
+            self._set_sp_handler()
         if self.ep_enabled:
             self.ep_handler = self.ep_handler or ExpertParallelConfig()
 
@@ -179,7 +180,10 @@ class ParallelismConfig:
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
         """Dimensions along which FSDP shards parameters, where "ep" does not shard those of experts again."""
-        return self._active(*(axis.value for axis in MeshAxis if axis.is_sharding))
+        shards_sequences = self.sp_backend == "torch"
+        return self._active(
+            *(a.value for a in MeshAxis if a.is_sharding or (a is MeshAxis.SP and shards_sequences))
+        )
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
@@ -318,6 +322,16 @@ class ParallelismConfig:
         """Returns the sizes and names of the active dimensions, the outermost first."""
         names = tuple(axis for axis in AXES if axis in self.active_mesh_dims)
         return tuple(self._sizes[axis] for axis in names), names
+
+    def _set_sp_handler(self) -> None:
+        """Creates the options of the backend of sequence parallelism, or checks those of the user."""
+        kinds = {"deepspeed": DeepSpeedSequenceParallelConfig, "torch": TorchSequenceParallelConfig}
+        kind = kinds[str(self.sp_backend)]
+        if self.sp_handler is None:
+            self.sp_handler = kind()
+        elif not isinstance(self.sp_handler, kind):
+            reason = f"sp_backend={self.sp_backend!r} has other options"
+            raise wrong_value("sp_handler", type(self.sp_handler).__name__, reason, f"Pass {kind.__name__}")
 
     def _set_size(self, parallelism: str, size: int) -> None:
         one_of("parallelism", parallelism, AXES)

@@ -56,8 +56,9 @@ class LanguageModel(Net):
         hidden = self.tokens(tokens)
         if positions is not None:
             hidden = hidden + self.positions(positions)
-            heads = hidden.unsqueeze(1)
-            hidden = scaled_dot_product_attention(heads, heads, heads, is_causal=True).squeeze(1)
+            heads = hidden.unflatten(-1, (2, -1)).transpose(1, 2)
+            attended = scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+            hidden = attended.transpose(1, 2).flatten(2)
         return self.head(self.blocks(hidden)).clone()  # FSDP 2 warns of a view
 
     def generate(self, tokens: torch.Tensor) -> torch.Tensor:

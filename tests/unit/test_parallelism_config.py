@@ -12,7 +12,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accelerate.base import ConfigurationError, StateError
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.plugins import ExpertParallelConfig, TorchContextParallelConfig, TorchTensorParallelConfig
+from accelerate.plugins import (
+    DeepSpeedSequenceParallelConfig,
+    ExpertParallelConfig,
+    TorchContextParallelConfig,
+    TorchSequenceParallelConfig,
+    TorchTensorParallelConfig,
+)
 
 
 def test_one_process_is_no_mesh() -> None:
@@ -105,7 +111,11 @@ def test_a_config_is_written_as_json() -> None:
     [
         ({"tp_size": 0}, "tp_size=0"),
         ({"cp_backend": "ring"}, "cp_backend='ring'"),
-        ({"sp_backend": "torch"}, "sp_backend='torch'"),
+        ({"sp_backend": "ring"}, "sp_backend='ring'"),
+        (
+            {"sp_size": 2, "sp_backend": "torch", "sp_handler": DeepSpeedSequenceParallelConfig()},
+            "sp_handler='DeepSpeedSequenceParallelConfig'.* Pass TorchSequenceParallelConfig",
+        ),
         ({"cp_size": 2, "sp_size": 2}, "sp_size=2: cp_size=2 shards sequences already"),
     ],
 )
@@ -131,3 +141,12 @@ def test_the_mesh_is_made_of_all_processes() -> None:
 def test_a_mesh_that_is_not_built_is_an_error() -> None:
     with pytest.raises(StateError, match="not built yet"):
         ParallelismConfig(tp_size=2).get_device_mesh()
+
+
+def test_torch_shards_parameters_over_the_ranks_of_sequences() -> None:
+    config = ParallelismConfig(dp_shard_size=2, sp_size=2, sp_backend="torch")
+    assert isinstance(config.sp_handler, TorchSequenceParallelConfig)
+    assert config.dp_shard_cp_dim_names == ["dp_shard", "sp"]
+    assert config.dp_cp_dim_names == ["dp_shard", "sp"]
+    assert config.data_parallel_size == 2
+    assert ParallelismConfig(sp_size=2).dp_cp_dim_names == []

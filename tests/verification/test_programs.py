@@ -28,6 +28,7 @@ LAYOUTS = [
     ("transformer", f"--num_processes 2 {AXES}_pp_size 2"),
     ("transformer", f"--num_processes 4 {AXES}_pp_size 2 --parallelism_config_dp_replicate_size 2"),
     ("transformer", f"--num_processes 2 {AXES}_cp_size 2 --use_fsdp --fsdp_version 2"),
+    ("transformer", f"--num_processes 2 {AXES}_sp_size 2 --parallelism_config_sp_backend torch"),
     ("trainer", f"--num_processes 2 --use_fsdp --fsdp_version 2 {WRAP}"),
     ("plain", "--num_processes 2 --mixed_precision fp16"),
     ("transformer", "--num_processes 2 --dynamo_backend eager"),

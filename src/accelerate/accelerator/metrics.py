@@ -35,7 +35,7 @@ def gather_for_metrics(gradients: GradientState, data: Any, use_gather_object: b
     if ops.current_transport().size == 1:
         return _last_samples(data, loader, use_gather_object)
     if loader is not None and loader.replicates_batches:
-        data = axes.merge_shards(data, loader.read_at)
+        data = axes.merge_sequences(axes.merge_shards(data, loader.read_at), loader.read_at)
     return _gather_samples(data, loader, use_gather_object)
 
 

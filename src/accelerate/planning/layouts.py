@@ -1,7 +1,8 @@
 """Memory and communication of a training step under each sharding strategy, computed from one trace.
 
-Sources: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html, https://arxiv.org/abs/1910.02054
-(ZeRO), https://arxiv.org/abs/2205.05198 (activations under tensor parallelism).
+Sources: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html,
+    https://arxiv.org/abs/1910.02054 (ZeRO), https://arxiv.org/abs/2205.05198 (activations under tensor
+    parallelism).
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Layout:
     `shards` ranks shard the tensors that `sharding` names, `tensor_parallel` ranks shard each layer,
     `expert_parallel` ranks have different experts, and `stages` ranks have different layers. The number of
     devices is the product. Ranks with different experts have different batches, and also shard the parameters
-    outside of experts. A pipeline splits a batch into `microbatches`, and its schedule is 1F1B.
+    outside of experts. A pipeline splits a batch into `microbatches`, and its schedule is 1F1B. Of the
+    `shards`, groups of `sequence_parallel` ranks have parts of the sequences of one batch.
     """
 
     sharding: str = "none"
@@ -73,10 +75,19 @@ class Layout:
     stages: int = 1
     microbatches: int = 8
     expert_parallel: int = 1
+    sequence_parallel: int = 1
 
     def __post_init__(self) -> None:
         row = SHARDINGS[self.sharding]
-        counts = ("shards", "tensor_parallel", "accumulation", "stages", "microbatches", "expert_parallel")
+        counts: tuple[str, ...] = (
+            "shards",
+            "tensor_parallel",
+            "accumulation",
+            "stages",
+            "microbatches",
+            "expert_parallel",
+        )
+        counts += ("sequence_parallel",)
         for name in counts:
             if getattr(self, name) < 1:
                 raise wrong_value(name, getattr(self, name), "it counts from 1", "Give 1 or more")
@@ -95,6 +106,7 @@ class Layout:
         parts = ["ddp" if self.sharding == "none" and self.replicas > 1 else self.sharding]
         parts += [f"ep {self.expert_parallel}"] * (self.expert_parallel > 1)
         parts += [f"pp {self.stages}"] * (self.stages > 1)
+        parts += [f"sp {self.sequence_parallel}"] * (self.sequence_parallel > 1)
         parts += [f"tp {self.tensor_parallel}"] * (self.tensor_parallel > 1)
         parts += [f"offload {self.offload}"] * (self.offload != "none")
         parts += ["checkpointing"] * self.checkpointing
@@ -107,7 +119,7 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks with different batches, which also shard the parameters outside of experts."""
+        """Number of ranks that shard or average the parameters outside of experts."""
         return self.shards * self.expert_parallel
 
     @property
@@ -118,7 +130,7 @@ class Layout:
     @property
     def samples_per_batch(self) -> int:
         """Samples of all ranks in one optimizer step for each sample of a forward pass on a rank."""
-        return self.replicas * self.accumulation * self.num_microbatches
+        return self.replicas // self.sequence_parallel * self.accumulation * self.num_microbatches
 
     @property
     def averages_after_backward(self) -> bool:
@@ -220,11 +232,9 @@ def _activation_fraction(trace: Trace, layout: Layout) -> float:
     The first stage of a pipeline has those of its layers for one micro-batch of each stage.
     """
     alive = min(1.0, layout.stages / layout.num_microbatches)
-    return (
-        _stage_fraction(trace, layout)
-        * alive
-        * (REPLICATED_ACTIVATIONS + (1 - REPLICATED_ACTIVATIONS) / layout.tensor_parallel)
-    )
+    in_stage = _stage_fraction(trace, layout) * alive
+    in_layer = REPLICATED_ACTIVATIONS + (1 - REPLICATED_ACTIVATIONS) / layout.tensor_parallel
+    return in_stage * in_layer / layout.sequence_parallel
 
 
 def _buffers(moment: Parts, trace: Trace, layout: Layout, is_whole: bool) -> float:
@@ -296,6 +306,8 @@ def communication_of(trace: Trace, layout: Layout) -> float:
     # Each layer sends hidden states and outputs in forward, and their gradients in backward.
     experts = (6 if layout.checkpointing else 4) * trace.dispatched * passes
     size += (layers * (t - 1) / t + experts / t * (e - 1) / e) * _stage_fraction(trace, layout)
+    s = layout.sequence_parallel  # queries, keys, values and outputs, in forward and in backward
+    size += 4 * 2 * trace.block_outputs / s * (s - 1) / s * passes
     between_stages = 2 * trace.block_outputs / _num_blocks(trace) * passes  # activations and gradients
     return size + between_stages * (layout.stages > 1)
 

@@ -58,6 +58,7 @@ from accelerate.plugins.training import (
     ProjectConfiguration as ProjectConfiguration,
     TorchContextParallelConfig as TorchContextParallelConfig,
     TorchDynamoPlugin as TorchDynamoPlugin,
+    TorchSequenceParallelConfig as TorchSequenceParallelConfig,
     TorchTensorParallelConfig as TorchTensorParallelConfig,
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )

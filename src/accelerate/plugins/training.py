@@ -409,6 +409,19 @@ class ExpertParallelConfig:
 
 
 @dataclass
+class TorchSequenceParallelConfig:
+    """Options of Ulysses sequence parallelism by torch.
+
+    Args:
+        sequence_dims: Dimension of the sequence in inputs of models, by the names of arguments and of keys of
+            mappings, or None for an input that is not divided. Other inputs are divided along dimension 1 if
+            it has the length of the sequences, except for masks, which stay whole.
+    """
+
+    sequence_dims: dict[str, int | None] = field(default_factory=dict)
+
+
+@dataclass
 class DeepSpeedSequenceParallelConfig:
     """Options of Ulysses sequence parallelism.
 

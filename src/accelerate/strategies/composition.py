@@ -52,6 +52,16 @@ def _has(axis: MeshAxis) -> Callable[[Strategy], bool]:
     return has_axis
 
 
+def _exchanges_heads(backend: str) -> Callable[[Strategy], bool]:
+    """Returns a function that returns whether a backend shards the sequences of a run by Ulysses."""
+
+    def has_backend(strategy: Strategy) -> bool:
+        parallelism = strategy.context.request.parallelism
+        return parallelism is not None and parallelism.sp_enabled and parallelism.sp_backend == backend
+
+    return has_backend
+
+
 def _compares_pipelines(strategy: Strategy) -> bool:
     parallelism = strategy.context.request.parallelism
     handler = None if parallelism is None else parallelism.pp_handler
@@ -101,7 +111,12 @@ def _may_be_packed(strategy: Strategy, obj: object, requested: bool | None) -> b
 LAYERS = (
     Row("pipeline.KeptStructures", "keeps structures of models before they are split", _compares_pipelines),
     Row("axes.ContextAxis", "splits sequences, with attention over all ranks", _has(MeshAxis.CP)),
-    Row("axes.UlyssesAxis", "splits sequences, and exchanges heads for them (DeepSpeed)", _has(MeshAxis.SP)),
+    Row(
+        "axes.UlyssesAxis",
+        "splits sequences, and exchanges heads for them (DeepSpeed)",
+        _exchanges_heads("deepspeed"),
+    ),
+    Row("axes.SequenceAxis", "splits sequences, and exchanges heads for them", _exchanges_heads("torch")),
     Row("axes.ExpertAxis", "shards experts, whose ranks have different batches", _has(MeshAxis.EP)),
     Row("axes.TensorAxis", "shards the weights of layers of models", _has(MeshAxis.TP)),
     Row("pipeline.PipelineAxis", "keeps and runs the stages of this rank", _has(MeshAxis.PP)),

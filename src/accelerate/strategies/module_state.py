@@ -62,6 +62,15 @@ class ModuleState:
             or (saved.values is not None and not torch.equal(saved.values, saved.buffer))
         ]
 
+    def new_flags(self) -> list[tuple[nn.Module, str]]:
+        """Returns the modules and names of attributes that are True and did not exist."""
+        return [
+            (module, name)
+            for module, attributes in self._attributes
+            for name, value in _attributes_of(module).items()
+            if value is True and name not in attributes
+        ]
+
     @property
     def lost_buffer(self) -> str | None:
         """Name of a buffer that has changed in place and was not copied, or None."""

@@ -36,6 +36,7 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
         _check_deepspeed(request, hardware)
         return deepspeed.DeepSpeed
     if mesh is not None:
+        _check_sequences(mesh, request)
         _check_mesh(mesh, request.fsdp)
         if mesh.pp_enabled:
             _check_pipeline(mesh, request)
@@ -88,6 +89,10 @@ def _check_deepspeed(request: RunRequest, hardware: str) -> None:
     mesh = request.parallelism
     hint = "; its own tensor parallelism is tensor_parallel.autotp_size in its configuration"
     own = (MeshAxis.SP, MeshAxis.DP_REPLICATE, MeshAxis.DP_SHARD)
+    if mesh is not None and mesh.sp_enabled and mesh.sp_backend != "deepspeed":
+        reason = "DeepSpeed's engine shards sequences itself"
+        fix = 'Set it to "deepspeed", or train without deepspeed_plugin'
+        raise wrong_value("sp_backend", mesh.sp_backend, reason, fix)
     for axis in (each.value for each in MeshAxis if each not in own) if mesh is not None else ():
         size = getattr(mesh, f"{axis}_size")
         if size > 1:
@@ -161,10 +166,25 @@ def _check_pipeline(mesh: ParallelismConfig, request: RunRequest) -> None:
         raise wrong_value("save_operators", policy.save_operators, reason, fix)
 
 
+def _check_sequences(mesh: ParallelismConfig, request: RunRequest) -> None:
+    """Raises an error for arguments that do not work with Ulysses sequence parallelism by torch."""
+    if not mesh.sp_enabled or mesh.sp_backend != "torch":
+        return
+    if mesh.pp_enabled:
+        reason = "the stages of a pipeline exchange whole sequences"
+        raise wrong_value("sp_size", mesh.sp_size, reason, "Set it to 1, or pp_size=1")
+    if request.fsdp is not None and version_of(request.fsdp).number == 1:
+        reason = "FSDP 1 averages gradients over other ranks than those that shard sequences"
+        raise wrong_value("fsdp_version", 1, reason, "Set fsdp_version=2, or sp_size=1")
+    if request.dynamo.backend != DynamoBackend.NO:
+        reason = "sp_size exchanges heads between the ranks inside of attention, which is not compiled"
+        raise wrong_value("dynamo_backend", request.dynamo.backend, reason, 'Set it to "no"')
+
+
 def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin | None) -> None:
-    if mesh.sp_enabled:
+    if mesh.sp_enabled and mesh.sp_backend == "deepspeed":
         reason = "DeepSpeed's attention shards sequences, and this run does not use DeepSpeed"
-        fix = "Pass deepspeed_plugin=DeepSpeedPlugin(...), or set cp_size instead"
+        fix = 'Set sp_backend="torch", pass deepspeed_plugin=DeepSpeedPlugin(...), or set cp_size instead'
         raise wrong_value("sp_size", mesh.sp_size, reason, fix)
     if mesh.ep_enabled and plugin is not None and not version_of(plugin).takes_any_mesh:
         reason = "FSDP 1 shards experts like all other parameters"

@@ -1,6 +1,11 @@
 from typing import Any
 
-from accelerate.torch_private.attention import attention_replaced as attention_replaced
+from accelerate.torch_private.attention import (
+    attention_replaced as attention_replaced,
+    call_after_backward as call_after_backward,
+    function_replaced as function_replaced,
+    is_in_backward as is_in_backward,
+)
 from accelerate.torch_private.drawing import (
     draw_for_whole_batches as draw_for_whole_batches,
     seeded as seeded,

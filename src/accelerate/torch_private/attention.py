@@ -1,4 +1,4 @@
-"""Replacement of the public attention function for context parallelism."""
+"""Replacement of public functions of `torch.nn.functional`, and callbacks of the engine of autograd."""
 
 from __future__ import annotations
 
@@ -6,24 +6,43 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+Compute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Tensor]
+"""Function of a replaced function, its arguments and its keyword arguments."""
 
 
 @contextmanager
-def attention_replaced(compute: Callable[[Any, tuple[Any, ...], dict[str, Any]], Tensor]) -> Iterator[None]:
+def function_replaced(name: str, compute: Compute) -> Iterator[None]:
+    """Makes a function of `torch.nn.functional` return what `compute` does, inside the block."""
+    original = getattr(nn.functional, name)
+
+    def replaced(*args: Any, **kwargs: Any) -> Tensor:
+        return compute(original, args, kwargs)
+
+    setattr(nn.functional, name, replaced)
+    try:
+        yield
+    finally:
+        setattr(nn.functional, name, original)
+
+
+def attention_replaced(compute: Compute) -> Any:
     """Makes the public attention function return what `compute` does with its arguments, inside the block.
 
     The first argument of `compute` is the function that it replaces.
 
     It is entered after `context_parallel`, which replaces that function and shards a mask like a query.
     """
-    attend = nn.functional.scaled_dot_product_attention
+    return function_replaced("scaled_dot_product_attention", compute)
 
-    def replaced(*args: Any, **kwargs: Any) -> Tensor:
-        return compute(attend, args, kwargs)
 
-    nn.functional.scaled_dot_product_attention = replaced
-    try:
-        yield
-    finally:
-        nn.functional.scaled_dot_product_attention = attend
+def is_in_backward() -> bool:
+    """Returns whether this thread runs a backward pass, as checkpoints of torch find out."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Calls a function at the end of the backward pass that is running, as FSDP does."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

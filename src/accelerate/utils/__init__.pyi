@@ -189,6 +189,7 @@ from accelerate.plugins import (
     TERecipeKwargs as TERecipeKwargs,
     TorchContextParallelConfig as TorchContextParallelConfig,
     TorchDynamoPlugin as TorchDynamoPlugin,
+    TorchSequenceParallelConfig as TorchSequenceParallelConfig,
     TorchTensorParallelConfig as TorchTensorParallelConfig,
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
     add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
@@ -220,6 +221,7 @@ from accelerate.state import (
     get_cpu_distributed_information as get_cpu_distributed_information,
     wait_for_everyone as wait_for_everyone,
 )
+from accelerate.strategies.axes import sequence_parallel_attention as sequence_parallel_attention
 from accelerate.strategies.deepspeed import (
     DeepSpeedEngineWrapper as DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,

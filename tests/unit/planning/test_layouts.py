@@ -131,6 +131,15 @@ def test_what_each_rank_sends_in_a_step(layout: Layout, sent: float) -> None:
     assert communication_of(TRACE, layout) == sent * (N - 1) / N
 
 
+def test_sequence_parallel_divides_activations_and_exchanges_heads() -> None:
+    layout = Layout(shards=2, sequence_parallel=2)
+    assert memory_of(TRACE, layout).activations == memory_of(TRACE, Layout(shards=2)).activations / 2
+    assert layout.samples_per_batch == 1
+    assert layout.name == "ddp + sp 2"
+    exchanged = communication_of(TRACE, layout) - communication_of(TRACE, Layout(shards=2))
+    assert exchanged == 8 * 60 / 4
+
+
 def test_tensor_parallel_sends_the_outputs_of_blocks() -> None:
     assert communication_of(TRACE, Layout(tensor_parallel=2, accumulation=3)) == 8 * 60 * 3 / 2
 

@@ -13,7 +13,7 @@ from torch import nn
 from accelerate.base import DynamoBackend
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.strategies import Layer, RunRequest, compose
-from accelerate.strategies.axes import ContextAxis, ExpertAxis, TensorAxis, UlyssesAxis
+from accelerate.strategies.axes import ContextAxis, ExpertAxis, SequenceAxis, TensorAxis, UlyssesAxis
 from accelerate.strategies.compilation import Compilation
 from accelerate.strategies.composition import LAYERS
 from accelerate.strategies.layer import entered
@@ -26,7 +26,7 @@ class StrategyOfSizes:
     flattens_parameters = False
     holds_whole_models = True
 
-    def __init__(self, sizes: dict[str, int] | None = None, *, shards_models: bool = False) -> None:
+    def __init__(self, sizes: dict[str, Any] | None = None, *, shards_models: bool = False) -> None:
         parallelism = None if sizes is None else ParallelismConfig(**sizes)
         request = RunRequest(parallelism=parallelism)
         self.session: Any = SimpleNamespace()
@@ -58,9 +58,10 @@ def composed(*args: Any, **options: Any) -> Any:
         ({"tp_size": 2, "cp_size": 2}, [ContextAxis, TensorAxis]),
         ({"tp_size": 2, "ep_size": 2}, [ExpertAxis, TensorAxis, ShardedModels]),
         ({"sp_size": 2}, [UlyssesAxis]),
+        ({"sp_size": 2, "sp_backend": "torch"}, [SequenceAxis]),
     ],
 )
-def test_layers_follow_the_sizes(sizes: dict[str, int] | None, kinds: list[type[Layer]]) -> None:
+def test_layers_follow_the_sizes(sizes: dict[str, Any] | None, kinds: list[type[Layer]]) -> None:
     assert [type(layer) for layer in composed(sizes).layers] == kinds
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import ConfigurationError, is_torch_version
-from accelerate.plugins import ActivationCheckpointing, MegatronLMPlugin
+from accelerate.plugins import ActivationCheckpointing, MegatronLMPlugin, TorchDynamoPlugin
 from accelerate.state import Topology
 from accelerate.strategies import (
     DataParallel,
@@ -57,6 +57,9 @@ def request(version: int | None = None, mesh: dict[str, int] | None = None, **fi
         (request(None, {"tp_size": 2, "dp_replicate_size": 2}), 4, ReplicatedTensorParallel),
         (request(None, {"tp_size": 2, "cp_size": 2}), 4, ReplicatedTensorParallel),
         (request(2, {"tp_size": 2, "dp_shard_size": 2}), 4, Fsdp2),
+        (request(None, {"sp_size": 2, "sp_backend": "torch"}), 2, DataParallel),
+        (request(2, {"sp_size": 2, "sp_backend": "torch"}), 2, Fsdp2),
+        (request(None, {"sp_size": 2, "sp_backend": "torch", "tp_size": 2}), 4, ReplicatedTensorParallel),
         (with_engine(), 1, DeepSpeed),
         (with_engine(), 2, DeepSpeed),
         (with_engine(mesh={"sp_size": 2, "dp_replicate_size": 2}), 4, DeepSpeed),
@@ -69,7 +72,24 @@ def test_each_request_has_one_strategy(asked: RunRequest, size: int, expected: t
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (request(2, {"sp_size": 2}), "sp_size=2: .* set cp_size"),
+        (request(2, {"sp_size": 2}), 'sp_size=2: .* sp_backend="torch".* set cp_size'),
+        (
+            request(1, {"sp_size": 2, "sp_backend": "torch", "dp_shard_size": 2}),
+            "fsdp_version=1: FSDP 1 averages",
+        ),
+        (
+            replace(
+                request(2, {"sp_size": 2, "sp_backend": "torch"}),
+                dynamo=TorchDynamoPlugin(backend="inductor"),
+            ),
+            "dynamo_backend=.* is not compiled",
+        ),
+        (with_engine(mesh={"sp_size": 2, "sp_backend": "torch"}), "sp_backend='torch': DeepSpeed's engine"),
+        pytest.param(
+            request(None, {"pp_size": 2, "sp_size": 2, "sp_backend": "torch"}),
+            "sp_size=2: the stages of a pipeline exchange whole",
+            marks=HAS_PIPELINES,
+        ),
         (with_engine(mesh={"tp_size": 2}), "tp_size=2: .*tensor_parallel.autotp_size"),
         (with_engine(mesh={"cp_size": 2}), "cp_size=2: DeepSpeed's engine shards sequences"),
         (with_engine(fsdp=FullyShardedDataParallelPlugin()), "deepspeed_plugin and fsdp_plugin both"),

@@ -366,7 +366,7 @@ class ParallelismSection(_MeshSection):
     )
     parallelism_config_sp_size: int = option(1, "Processes that share each sequence (Ulysses).")
     parallelism_config_sp_backend: str = option(
-        "deepspeed", "Implementation of sequence parallelism.", choices=("deepspeed",)
+        "deepspeed", "Implementation of sequence parallelism.", choices=("deepspeed", "torch")
     )
 
 

@@ -1,4 +1,7 @@
 from accelerate.strategies.axes.context import ContextAxis as ContextAxis, merge_shards as merge_shards
+from accelerate.strategies.axes.exchanged_attention import (
+    sequence_parallel_attention as sequence_parallel_attention,
+)
 from accelerate.strategies.axes.expert import (
     FSDP_DIMENSIONS as FSDP_DIMENSIONS,
     ExpertAxis as ExpertAxis,
@@ -11,6 +14,10 @@ from accelerate.strategies.axes.expert import (
     shard_experts as shard_experts,
     trace_share as trace_share,
     whole_experts as whole_experts,
+)
+from accelerate.strategies.axes.sequences import (
+    SequenceAxis as SequenceAxis,
+    merge_sequences as merge_sequences,
 )
 from accelerate.strategies.axes.tensor import (
     TensorAxis as TensorAxis,

@@ -65,7 +65,7 @@ class ExpertMeshes(NamedTuple):
         return self.others["tp"].size() / self.experts[AXIS].size()
 
 
-def build_meshes(mesh: DeviceMesh, shards: tuple[str, ...] = ("dp_shard", "cp")) -> ExpertMeshes:
+def build_meshes(mesh: DeviceMesh, shards: tuple[str, ...] = ("dp_shard", "cp", "sp")) -> ExpertMeshes:
     """Returns the meshes of FSDP for a mesh with expert parallelism.
 
     Called on all ranks.
@@ -75,7 +75,7 @@ def build_meshes(mesh: DeviceMesh, shards: tuple[str, ...] = ("dp_shard", "cp"))
         shards: Dimensions along which FSDP shards parameters besides "ep". If it is empty, FSDP replicates
             them.
     """
-    replicas = tuple(name for name in ("dp_replicate", "dp_shard", "cp") if name not in shards)
+    replicas = tuple(name for name in ("dp_replicate", "dp_shard", "cp", "sp") if name not in shards)
     others: dict[str, tuple[str, ...]] = {
         "pp": ("pp",),
         "dp_replicate": replicas if shards else (AXIS, *replicas),

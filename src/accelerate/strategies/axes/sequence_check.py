@@ -101,7 +101,7 @@ def _compare(
     whole = tree_map(Tensor, lambda leaf: _whole_prefix(leaf, shards, chunk), (args, kwargs))
     own = tree_map(Tensor, lambda leaf: _own_shard(leaf, shards, chunk), whole)
     result = Comparison(0.0, None, None)
-    with torch.no_grad(), _in_evaluation(model), _of_prefix(sequences):
+    with torch.no_grad(), in_evaluation(model), _of_prefix(sequences):
         try:
             found = _outputs(model, own[0], own[1])
         except Exception as error:
@@ -231,16 +231,21 @@ def _of_prefix(sequences: ShardedSequences) -> Iterator[None]:
 
 
 @contextmanager
-def _in_evaluation(model: nn.Module) -> Iterator[None]:
+def in_evaluation(model: nn.Module) -> Iterator[None]:
     """Restores the modes, the state and the random generators of a model at its end."""
     state, training = ModuleState(model), [module for module in model.modules() if module.training]
+    num_hooks = sum(map(torch_private.num_forward_hooks, model.modules()))
     for module in training:
         module.training = False
     try:
         with rng.restored_generators(_device_of(model)):
             yield
     finally:
+        flags = state.new_flags()
         state.restore_values()
+        if num_hooks != sum(map(torch_private.num_forward_hooks, model.modules())):
+            for module, name in flags:  # by which models of transformers note that their hooks are added
+                setattr(module, name, True)
         for module in training:
             module.training = True
         torch.clear_autocast_cache()

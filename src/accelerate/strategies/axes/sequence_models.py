@@ -1,0 +1,88 @@
+"""Checks of models whose layers combine positions by other means than attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from accelerate.base import PreparationError
+from accelerate.strategies.axes.masks import COMPUTED, WINDOWS
+
+RECURRENT = (
+    "Mamba",
+    "DeltaNet",
+    "Rwkv",
+    "RWKV",
+    "LinearAttention",
+    "LightningAttention",
+    "ShortConv",
+    "Recurrent",
+    "RetNet",
+    "Retention",
+    "LSTM",
+    "xLSTM",
+)
+"""Parts of the names of classes whose layers carry a state over positions."""
+
+
+def check_model(model: nn.Module, ranks: int, shards_of_heads: int) -> None:
+    """Raises an error for a model whose sequences cannot be divided.
+
+    Args:
+        model: A model that is not prepared.
+        ranks: Number of ranks that divide sequences.
+        shards_of_heads: Number of ranks that divide heads already, by tensor parallelism.
+
+    Raises:
+        PreparationError: A layer combines positions by other means than attention, or heads cannot be
+            divided.
+    """
+    kind = type(model).__name__
+    for name, part in model.named_modules():
+        if reason := _reason(part, is_layer=bool(name)):
+            where = f"{kind}.{name} ({type(part).__name__})" if name else kind
+            raise PreparationError(
+                f"{where} {reason}, and sp_size={ranks} divides sequences "
+                "among ranks, which exchange heads of attention only. Set sp_size=1 for this model."
+            )
+    config = _config_of(model)
+    if config is None:
+        return
+    if getattr(config, "is_encoder_decoder", False):
+        raise PreparationError(
+            f"{kind} has an encoder and a decoder, whose sequences have different lengths, and "
+            f"sp_size={ranks} divides sequences of one length. Set sp_size=1 for this model."
+        )
+    kinds = set(getattr(config, "layer_types", None) or ())
+    others = sorted(k for k in kinds if k not in COMPUTED and not any(part in k for part in WINDOWS))
+    if others:
+        raise PreparationError(
+            f"{kind} has layers of other kinds by layer_types of {type(config).__name__} "
+            f"({', '.join(others)}), and sp_size={ranks} divides the sequences of attention only. Set "
+            "sp_size=1 for this model."
+        )
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int) and heads % (ranks * shards_of_heads):
+        with_tensors = f" with tp_size={shards_of_heads}" if shards_of_heads > 1 else ""
+        raise PreparationError(
+            f"{kind} has {heads} attention heads, which sp_size={ranks}{with_tensors} does not divide. "
+            "Choose a size that divides them."
+        )
+
+
+def _config_of(model: Any) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _reason(part: nn.Module, is_layer: bool) -> str | None:
+    """Returns how a layer combines positions by other means than attention, or None."""
+    name = type(part).__name__
+    if isinstance(part, (nn.RNNBase, nn.RNNCellBase)) or (
+        is_layer and any(each in name for each in RECURRENT)
+    ):
+        return "carries a state over positions"
+    if isinstance(part, nn.Conv1d) and part.kernel_size[0] > 1:
+        return "is a convolution over time"
+    return None

@@ -1,0 +1,368 @@
+"""Ulysses sequence parallelism by torch, in which attention exchanges heads for sequences.
+
+The ranks of the axis have consecutive shards of each sequence. A model is called with whole sequences, or in
+a block with shards. All of its layers compute the positions of their rank, except for attention, which
+computes whole sequences for a part of the heads.
+
+Source: Jacobs et al., DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from time import perf_counter_ns
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from accelerate import ops
+from accelerate.base import ConfigurationError, wrong_value
+from accelerate.nested import iterate_tensors, recursively_apply
+from accelerate.parallelism_config import MeshAxis
+from accelerate.planning import Layout
+from accelerate.strategies.axes.exchanged_attention import replacement_of
+from accelerate.strategies.axes.head_exchange import SequenceShards, divide, join
+from accelerate.strategies.axes.sequence_inputs import (
+    Inputs,
+    completed,
+    inputs_of,
+    length_of,
+    sharded,
+    transformers_part,
+    whole,
+    whole_masks,
+    without_cache,
+)
+from accelerate.strategies.axes.sequence_models import check_model
+from accelerate.strategies.axes.sharded_forwards import (
+    LatestSequences,
+    ShardedForward,
+    bindings_of,
+    resumed_in_backward,
+    sequence_state,
+)
+from accelerate.strategies.axes.trainer_batches import count_whole_batches
+from accelerate.strategies.axes.whole_check import OutputDims, check_forward
+from accelerate.strategies.axes.whole_losses import refuse_whole_labels, whole_loss
+from accelerate.strategies.layer import Layer
+
+T = TypeVar("T")
+
+
+class SequenceAxis(Layer):
+    """Axis along which sequences are sharded, and attention exchanges heads for them."""
+
+    splits_buffers = True
+    divided_by = "sp_size"
+
+    def __init__(self, strategy: Any) -> None:
+        context = strategy.context
+        self._mesh, self._parallelism = context.mesh, context.request.parallelism
+        self._precision: str = context.mixed_precision
+        self._models: WeakSet[nn.Module] = WeakSet()
+        count_whole_batches()
+
+    @property
+    def _group(self) -> Any:
+        return self._mesh[MeshAxis.SP.value].get_group()
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises an error for layers that combine positions by other means than attention."""
+        check_model(model, self._parallelism.sp_size, self._parallelism.tp_size)
+
+    def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
+        """Adds hooks that give a model the positions of this rank, and join its outputs."""
+        if model in self._models:
+            return model
+        self._models.add(model)
+        bindings = sequence_state().bindings
+        bindings.update({(id(b.namespace), b.name): b for b in bindings_of(model, replacement_of)})
+        forwards = _Forwards(self._group, self._parallelism.sp_handler.sequence_dims, self._precision)
+        model.register_forward_pre_hook(forwards.begin, with_kwargs=True)
+        model.register_forward_hook(forwards.end, always_call=True)
+        return model
+
+    def split_batch(
+        self,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: set[Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Returns a context in which buffers are the positions of this rank."""
+        tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
+        shards = divide(_length_of_buffers(tensors, dims, self._group.size()), self._group)
+        return _in_shards(shards, tensors, dims, {id(each) for each in no_restore_buffers or ()})
+
+    @contextmanager
+    def unsharded(self, models: Sequence[nn.Module]) -> Iterator[None]:
+        """Lets each rank compute whole sequences inside the block."""
+        state = sequence_state()
+        before, state.is_off = state.is_off, True
+        try:
+            yield
+        finally:
+            state.is_off = before
+
+    def memory_layout(self, layout: Layout) -> Layout:
+        """Returns a layout in which activations are those of a part of each sequence."""
+        return replace(layout, sequence_parallel=self._parallelism.sp_size)
+
+    def release(self) -> None:
+        """Forgets the models of the run."""
+        sequence_state().bindings.clear()
+
+
+class _Forwards:
+    """Hooks of a model that computes the positions of this rank.
+
+    Args:
+        group: Process group of the axis.
+        dims: Dimensions of sequences by the names of arguments.
+        precision: Mixed precision of the run by name.
+    """
+
+    def __init__(self, group: Any, dims: dict[str, int | None], precision: str) -> None:
+        self._group, self._dims, self._precision = group, dims, precision
+        self._checked: dict[Any, OutputDims] = {}
+        self._open: list[tuple[ShardedForward | None, OutputDims | None, ShardedForward | None] | None] = []
+
+    def __reduce__(self) -> tuple[type[_Undivided], tuple[()]]:
+        return _Undivided, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forwards:
+        """Returns the object itself, because a copy of a model has the same process group."""
+        return self
+
+    def begin(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Replaces the arguments by those of this rank."""
+        state = sequence_state()
+        state.forget_errors()
+        if state.depth:  # a part of a model that is in its forward
+            self._open.append(None)
+            return None
+        inputs = inputs_of(model, args, kwargs)
+        forward, dims = None, None
+        if not (state.is_off or _has_cache(inputs) or _is_traced(inputs)):
+            inputs, forward, dims = self._divided(model, inputs)
+        self._open.append((forward, dims, state.set(forward)))
+        state.depth += 1
+        return inputs.args, inputs.kwargs
+
+    def _divided(self, model: nn.Module, inputs: Inputs) -> tuple[Inputs, ShardedForward, OutputDims | None]:
+        """Returns the arguments of this rank, and the dimensions of outputs to join, or None in a block."""
+        state, part, name = sequence_state(), transformers_part(model), type(model).__name__
+        shards, length = state.block, length_of(inputs, name)
+        in_block = shards is not None and length == shards.own
+        if not in_block:
+            shards = _divide(length, self._group, name)
+        assert shards is not None
+        entire = inputs
+        if in_block:
+            inputs = whole_masks(inputs, shards)
+            if (signature := inputs.signature()) not in self._checked or part is not None:
+                entire = whole(inputs, shards, self._dims)
+        signature = inputs.signature()
+        complete = partial(_completed, part)
+        dims = self._checked.get(signature)
+        if dims is None:
+            dims, is_complete = check_forward(model, entire, complete, shards, self._dims, self._precision)
+            if is_complete and dims is not None:
+                self._checked[signature] = dims
+        entire, positions = complete(entire, shards.length), None
+        if not in_block or part is not None:
+            inputs, positions = sharded(entire, shards, self._dims), entire.get("position_ids")
+        forward = ShardedForward(shards, positions if isinstance(positions, Tensor) else None)
+        return inputs, forward, None if in_block else dims
+
+    def end(self, model: nn.Module, args: Any, outputs: Any) -> Any:
+        """Returns the outputs with whole sequences, or with the positions of this rank beside a loss."""
+        state = sequence_state()
+        opened = self._open.pop() if self._open else None
+        if opened is None:
+            return None
+        forward, dims, before = opened
+        state.depth -= 1
+        state.set(before)
+        if forward is None or outputs is None:
+            return None
+        outputs = without_cache(outputs)
+        if dims is not None and torch.is_grad_enabled() and any(map(_is_loss, iterate_tensors(outputs))):
+            state.latest = LatestSequences(perf_counter_ns(), forward.shards)
+            dims = None
+        if dims is not None:
+            outputs = join_outputs(outputs, dims, forward.shards)
+        return recursively_apply(lambda leaf: resumed_in_backward(leaf, forward), outputs)
+
+
+class _Undivided:
+    """Hooks of a model that was pickled, which has no process group."""
+
+    def begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Changes no argument."""
+
+    def end(self, model: nn.Module, args: Any, outputs: Any) -> None:
+        """Changes no output."""
+
+
+def _completed(part: nn.Module | None, inputs: Inputs, length: int) -> Inputs:
+    """Returns the arguments with those that a model of transformers derives from whole sequences."""
+    return inputs if part is None else completed(inputs, part, length)
+
+
+def _has_cache(inputs: Inputs) -> bool:
+    """Returns whether a forward continues a generation, which each rank computes on its own."""
+    return inputs.has("past_key_values") or bool(inputs.get("use_cache"))
+
+
+def _is_traced(inputs: Inputs) -> bool:
+    """Returns whether a memory plan traces the model, which is that of one rank."""
+    return any(tensor.is_meta or type(tensor).__name__ == "FakeTensor" for _, tensor in inputs.tensors())
+
+
+def _is_loss(tensor: Tensor) -> bool:
+    return tensor.ndim == 0 and tensor.requires_grad
+
+
+def _divide(length: int, group: Any, name: str) -> SequenceShards:
+    if length < group.size():
+        raise ConfigurationError(
+            f"{name} gets sequences of {length} positions, and sp_size={group.size()} ranks divide each "
+            "sequence. Pass longer sequences. For generation, call the model inside of "
+            "accelerator.unsharded(model)."
+        )
+    return divide(length, group)
+
+
+def join_outputs(outputs: T, dims: OutputDims, shards: SequenceShards) -> T:
+    """Returns outputs with whole sequences.
+
+    Called on all ranks of the group.
+
+    Args:
+        outputs: Tensors in any nesting.
+        dims: Dimension of the positions of each tensor, or None.
+        shards: The shards.
+    """
+    order = iter(dims)
+
+    def joined(leaf: Tensor) -> Tensor:
+        dim = next(order, None)
+        return leaf if dim is None else join(leaf, dim, shards)
+
+    result: T = recursively_apply(joined, outputs)
+    return result
+
+
+# Blocks
+
+
+def _length_of_buffers(buffers: list[Any], dims: list[Any], ranks: int) -> int:
+    """Returns the length of sequences in buffers, or raises an error for other buffers."""
+    if not buffers:
+        raise ConfigurationError(
+            "accelerator.maybe_context_parallel got no buffers, so no sequence would be divided. Pass the "
+            "tensors of the batch that have a sequence dimension, and in buffer_seq_dims the dimension of "
+            "each."
+        )
+    if len(buffers) != len(dims):
+        reason = f"it has {len(dims)} entries for {len(buffers)} buffers"
+        raise wrong_value("buffer_seq_dims", dims, reason, "Give the sequence dimension of each buffer")
+    for buffer, dim in zip(buffers, dims, strict=True):
+        if not -buffer.ndim <= dim < buffer.ndim:
+            reason = f"a buffer has shape {list(buffer.shape)}"
+            raise wrong_value("buffer_seq_dims", dim, reason, "Name one of its dims")
+    lengths = {buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True)}
+    if len(lengths) > 1:
+        reason = f"their sequences have different lengths ({', '.join(map(str, sorted(lengths)))})"
+        shapes = [list(buffer.shape) for buffer in buffers]
+        raise wrong_value("buffers", shapes, reason, "Pass sequences of one length")
+    (length,) = lengths
+    if length < ranks:
+        reason = f"sequences of {length} positions cannot be divided among {ranks} ranks"
+        raise wrong_value("sp_size", ranks, reason, "Pass longer sequences, or choose a smaller sp_size")
+    return int(length)
+
+
+@contextmanager
+def _in_shards(
+    shards: SequenceShards, buffers: list[Tensor], dims: list[int], not_restored: set[int]
+) -> Iterator[None]:
+    state, entire = sequence_state(), [buffer.data for buffer in buffers]
+    before, state.block = state.block, shards
+    state.latest = LatestSequences(perf_counter_ns(), shards)
+    for buffer, dim in zip(buffers, dims, strict=True):
+        buffer.data = shards.shard(buffer.data, dim % buffer.ndim).clone()
+    try:
+        with _BlockLosses(shards):
+            yield
+    finally:
+        state.block = before
+        for buffer, data in zip(buffers, entire, strict=True):
+            if id(buffer) not in not_restored:
+                buffer.data = data
+
+
+class _BlockLosses(TorchFunctionMode):
+    """Mode in which a mean of `cross_entropy` over positions of this rank is that over whole sequences."""
+
+    def __init__(self, shards: SequenceShards) -> None:
+        super().__init__()
+        self._shards = shards
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.nn.functional.cross_entropy and not sequence_state().depth:
+            names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+            arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            refuse_whole_labels(arguments, self._shards)
+            if arguments.get("reduction", "mean") == "mean":
+                return whole_loss(func, arguments, self._shards)
+        return func(*args, **(kwargs or {}))
+
+
+# Metrics
+
+
+def merge_sequences(data: T, batch_at: int) -> T:
+    """Returns outputs for a batch with whole sequences, from the positions of each rank.
+
+    Called on all ranks.
+
+    Args:
+        data: Tensors in any nesting whose dimension 0 is the batch. Other values are returned unchanged.
+        batch_at: When the batch was read. Outputs are unchanged if no output since then has been a shard.
+    """
+    latest = sequence_state().latest
+    if latest is None or latest.began_at < batch_at:
+        return data
+    shards, leaves = latest.shards, list(iterate_tensors(data))
+    dims = [_dim_of_shard(leaf, shards) for leaf in leaves]
+    forms = ops.gather_object(
+        [[(leaf.dtype, _without(leaf, dim)) for leaf, dim in zip(leaves, dims, strict=True)]]
+    )
+    if any(form != forms[0] for form in forms):  # objects of any shape
+        return data
+    narrowed: T = recursively_apply(lambda leaf: _without_padding(leaf, shards), data)
+    return join_outputs(narrowed, dims, shards)
+
+
+def _dim_of_shard(leaf: Tensor, shards: SequenceShards) -> int | None:
+    """Returns the dimension of positions of this rank, also if they are padded for the longest shard."""
+    sizes = {shards.own, max(shards.sizes)}
+    return next((dim for dim in range(1, leaf.ndim) if leaf.shape[dim] in sizes), None)
+
+
+def _without(leaf: Tensor, dim: int | None) -> list[int]:
+    return [size if i != dim else -1 for i, size in enumerate(leaf.shape)]
+
+
+def _without_padding(leaf: Tensor, shards: SequenceShards) -> Tensor:
+    dim = _dim_of_shard(leaf, shards)
+    return leaf if dim is None else leaf.narrow(dim, 0, shards.own)

@@ -1,0 +1,174 @@
+"""Forwards on shards of sequences, in which attention exchanges heads for sequences.
+
+While such a forward runs, and while its backward pass computes activations again, the attention functions of
+transformers and torch are replaced by functions that exchange heads. At other times nothing is replaced.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from accelerate import torch_private
+from accelerate.state import services
+from accelerate.strategies.axes.head_exchange import SequenceShards
+
+
+class ShardedForward:
+    """Forward of a model on shards of sequences.
+
+    Args:
+        shards: The shards.
+        positions: The `position_ids` of whole sequences, or None if they are not known.
+    """
+
+    def __init__(self, shards: SequenceShards, positions: Tensor | None = None) -> None:
+        self.shards, self.positions = shards, positions
+        self.num_attentions = 0
+
+
+class Binding(NamedTuple):
+    """Name of a module of Python by which the code of a model calls a function that is replaced."""
+
+    namespace: dict[str, Any]
+    name: str
+    replace: Callable[..., Any]
+
+
+class LatestSequences(NamedTuple):
+    """Sequences of which outputs have been shards.
+
+    Attributes:
+        began_at: When the forward or block began, in nanoseconds of `time.perf_counter_ns`.
+        shards: The shards.
+    """
+
+    began_at: int
+    shards: SequenceShards
+
+
+class SequenceState:
+    """Forwards on shards of sequences in this process."""
+
+    forward: ShardedForward | None = None  # which runs, or whose activations are computed again
+    depth: int = 0  # number of models whose forward runs, one inside of another
+    block: SequenceShards | None = None  # of a block in which the loop has shards
+    is_off: bool = False  # while each rank runs models on its own
+    latest: LatestSequences | None = None
+    replace_all: Callable[[ExitStack, list[Binding]], None]  # replaces the functions
+
+    def __init__(self) -> None:
+        self.bindings: dict[tuple[int, str], Binding] = {}
+        self._replaced: ExitStack | None = None
+        self._in_backward = False
+
+    @property
+    def current(self) -> ShardedForward | None:
+        """The forward that runs or is computed again, or None, also after a backward pass with an error."""
+        return self.forward if self.depth or torch_private.is_in_backward() else None
+
+    def forget_errors(self) -> None:
+        """Ends a backward pass that has ended with an error."""
+        if self.depth == 0 and not torch_private.is_in_backward():
+            self._in_backward = False
+            self.set(None)
+
+    def set(self, forward: ShardedForward | None) -> ShardedForward | None:
+        """Makes a forward the current one, and returns the one before."""
+        before, self.forward = self.forward, forward
+        if forward is not None and self._replaced is None:
+            self._replaced = ExitStack()
+            self.replace_all(self._replaced, list(self.bindings.values()))
+        elif forward is None and self._replaced is not None:
+            self._replaced.close()
+            self._replaced = None
+        return before
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Lets attention be that of this rank inside the block, without a change of functions."""
+        before, self.forward = self.forward, None
+        try:
+            yield
+        finally:
+            self.forward = before
+
+    def resume(self, forward: ShardedForward) -> None:
+        """Makes a forward the current one until its backward pass ends, because it may be computed again."""
+        before = self.set(forward)
+        if self._in_backward:
+            return
+        self._in_backward = True
+        torch_private.call_after_backward(partial(self._end_backward, before))
+
+    def _end_backward(self, before: ShardedForward | None) -> None:
+        self._in_backward = False
+        self.set(before)
+
+
+def sequence_state() -> SequenceState:
+    """Returns the state of this process."""
+    return services.of_process(SequenceState)
+
+
+class _Resume(torch.autograd.Function):
+    """Identity whose backward pass, the first of a forward, makes this forward the current one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, forward: ShardedForward) -> Tensor:
+        ctx.sharded_forward = forward
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        sequence_state().resume(ctx.sharded_forward)
+        return gradients[0], None
+
+
+def resumed_in_backward(tensor: Tensor, forward: ShardedForward) -> Tensor:
+    """Returns an output whose backward pass makes its forward the current one."""
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    resume: Callable[..., Tensor] = _Resume.apply
+    return resume(tensor, forward)
+
+
+def bindings_of(model: nn.Module, replacements: Callable[[Any], Any]) -> Iterator[Binding]:
+    """Yields the names by which the code of the classes of a model calls functions to replace.
+
+    Args:
+        model: A model.
+        replacements: Returns the replacement of a value, or None.
+    """
+    for namespace in _namespaces_of(model):
+        for key, value in list(namespace.items()):
+            if callable(value) and (replacement := replacements(value)) is not None:
+                yield Binding(namespace, key, partial(replacement, value))
+
+
+def _namespaces_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Returns the global names of the methods of the classes of a model, without those of torch."""
+    kinds = {kind for part in model.modules() for kind in type(part).__mro__}
+    own = (kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "builtins"))
+    methods = (inspect.unwrap(each) for kind in own for each in vars(kind).values() if callable(each))
+    found = (getattr(method, "__globals__", None) for method in methods)
+    return list({id(names): names for names in found if names is not None}.values())
+
+
+@contextmanager
+def rebound(bindings: Iterable[Binding]) -> Iterator[None]:
+    """Gives names of modules of Python their replacements inside the block."""
+    kept = [(binding, binding.namespace[binding.name]) for binding in bindings]
+    for binding, _ in kept:
+        binding.namespace[binding.name] = binding.replace
+    try:
+        yield
+    finally:
+        for binding, value in kept:
+            binding.namespace[binding.name] = value

@@ -1,0 +1,266 @@
+"""Comparison of a forward on shards of sequences with one on whole sequences, on each rank.
+
+Attention exchanges heads for sequences, and everything else sees the positions of a rank. Code that depends
+on several positions, such as a mean over a sequence, positions that are counted on each rank, or attention
+that is not computed by a replaced function, computes something else. So before the first forward with
+arguments of a kind, all ranks compute the outputs for the beginning of the sequences in both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accelerate.base import ConfigurationError
+from accelerate.nested import iterate_tensors
+from accelerate.precision import AutocastForward
+from accelerate.strategies.axes.head_exchange import SequenceShards, divide
+from accelerate.strategies.axes.sequence_check import in_evaluation
+from accelerate.strategies.axes.sequence_inputs import Inputs, beginning, sharded
+from accelerate.strategies.axes.sharded_forwards import ShardedForward, sequence_state
+from accelerate.strategies.dtensors import units_of
+from accelerate.strategies.tolerances import tolerance_of
+
+OutputDims = list[int | None]
+"""Dimension of the positions in each tensor of the outputs, or None for a tensor without positions."""
+POSITIONS = 8
+"""Positions of each rank that are compared, unless the model needs longer sequences."""
+EXACT = 2e-4
+"""Largest relative difference in float32, in which the order of sums is the only one."""
+
+
+class Result(NamedTuple):
+    """Comparison on one rank.
+
+    Attributes:
+        difference: Largest relative difference of the outputs.
+        other: Shapes of an output that is neither whole nor that of a shard, or None.
+        num_attentions: Number of attention layers that exchanged heads.
+        own_error: Error of the forward on shards, or None.
+        whole_error: Error of the forward on whole sequences, or None.
+        inputs: Shapes and sums of the inputs.
+        is_undefined: Whether a loss is NaN, as that of positions without labels.
+    """
+
+    difference: float = 0.0
+    other: str | None = None
+    num_attentions: int = 0
+    own_error: str | None = None
+    whole_error: str | None = None
+    inputs: Any = None
+    is_undefined: bool = False
+
+
+def check_forward(
+    model: nn.Module,
+    inputs: Inputs,
+    complete: Callable[[Inputs, int], Inputs],
+    shards: SequenceShards,
+    dims: Mapping[str, int | None],
+    precision: str,
+) -> tuple[OutputDims | None, bool]:
+    """Raises an error if a model computes other outputs on shards than on whole sequences.
+
+    Called on all ranks of the group.
+
+    Args:
+        model: The model, of which only `forward` is called.
+        inputs: Arguments with whole sequences, as the program gives them.
+        complete: Returns arguments for a length with those that shards need.
+        shards: The shards.
+        dims: Dimensions that the program gives.
+        precision: Mixed precision of the run by name.
+
+    Returns:
+        The dimensions of outputs with positions, or None if the forward raises an error in both ways, and
+        whether all outputs have been compared.
+
+    Raises:
+        ConfigurationError: The outputs differ, or the ranks have different batches.
+    """
+    name, ranks = type(model).__name__, len(shards.sizes)
+    if precision in ("fp16", "bf16") and _has_autocast(model):
+        precision = "no"  # in which smaller differences are found
+    size = min(shards.length, ranks * POSITIONS + shards.length % ranks)
+    results, found = _compare(model, inputs, complete, shards, size, dims)
+    if size < shards.length and any(
+        each.own_error or each.whole_error or each.is_undefined for each in results
+    ):
+        results, found = _compare(model, inputs, complete, shards, shards.length, dims)
+    _refuse_errors(name, ranks, results)
+    if any(each.own_error for each in results):
+        return None, False
+    _refuse_differences(model, name, ranks, results, precision)
+    return found, not any(each.is_undefined for each in results)
+
+
+def _refuse_errors(name: str, ranks: int, results: list[Result]) -> None:
+    if any(each.inputs != results[0].inputs for each in results):
+        raise ConfigurationError(
+            f"The {ranks} ranks of sp_size={ranks} have different batches for {name}, and each computes a "
+            "part of the sequences of one batch. Prepare the loader, whose batches are then equal on these "
+            "ranks."
+        )
+    own = next((each.own_error for each in results if each.own_error), None)
+    entire = next((each.whole_error for each in results if each.whole_error), None)
+    if own and not entire:
+        raise ConfigurationError(
+            f"{name} computes outputs on whole sequences, and raises an error on the positions of a rank of "
+            f"sp_size={ranks} ({own}). Set sp_size=1 for this model, or give the dimensions of its inputs in "
+            "TorchSequenceParallelConfig(sequence_dims={...})."
+        )
+    if entire and not own:
+        raise ConfigurationError(
+            f"{name} raises an error on whole sequences ({entire}), so sp_size={ranks} cannot be compared "
+            "with one rank. Train a model that takes whole sequences, or set sp_size=1."
+        )
+
+
+def _refuse_differences(
+    model: nn.Module, name: str, ranks: int, results: list[Result], precision: str
+) -> None:
+    if other := next((each.other for each in results if each.other), None):
+        raise ConfigurationError(
+            f"{name} returns {other}, so sp_size={ranks} cannot join it. Return one entry "
+            "for each position, or set sp_size=1."
+        )
+    if not all(each.num_attentions for each in results):
+        raise ConfigurationError(
+            f"The forward of {name} has not called an attention function that sp_size={ranks} replaces, so "
+            "each rank would attend to its own positions only. Choose attention by "
+            "scaled_dot_product_attention, for models of transformers by attn_implementation='sdpa', wrap "
+            "another function by accelerate.utils.sequence_parallel_attention, or set sp_size=1."
+        )
+    difference, tolerance = max(each.difference for each in results), tolerance_of(model, precision)
+    is_exact = tolerance == tolerance_of(nn.Module(), "no") and _multiplies_exactly()
+    if difference > (EXACT if is_exact else tolerance.relative):
+        raise ConfigurationError(
+            f"{name} computes other outputs on the positions of a rank than on whole sequences (relative "
+            f"difference {difference:.1e}), so sp_size={ranks} would train another model. Only attention by "
+            "a replaced function may combine positions, and positions must be an argument of the model. A "
+            "loss that is no cross_entropy of one label for each position is computed from the outputs, "
+            "outside of the model. Set sp_size=1 for means over a sequence, pooled outputs and labels that "
+            "the model shifts."
+        )
+
+
+def _multiplies_exactly() -> bool:
+    return torch.get_float32_matmul_precision() == "highest"
+
+
+def _compare(
+    model: nn.Module,
+    inputs: Inputs,
+    complete: Callable[[Inputs, int], Inputs],
+    shards: SequenceShards,
+    size: int,
+    dims: Mapping[str, int | None],
+) -> tuple[list[Result], OutputDims]:
+    """Compares the outputs for the first positions, and returns the results of all ranks."""
+    entire = beginning(inputs, shards.length, size, dims)
+    completed = complete(entire, size)
+    parts = divide(size, shards.group)
+    own, positions = sharded(completed, parts, dims), completed.get("position_ids")
+    forward = ShardedForward(parts, positions if isinstance(positions, Tensor) else None)
+    result = Result(inputs=_summary(entire))
+    state = sequence_state()
+    state.depth += 1
+    try:
+        with torch.no_grad(), in_evaluation(model), _without_autocast(model):
+            result, found = _run(model, entire, own, forward, result)
+    finally:
+        state.depth -= 1
+    results: list[Any] = [None] * len(shards.sizes)
+    dist.all_gather_object(results, result, group=shards.group)
+    return results, found
+
+
+def _has_autocast(model: nn.Module) -> bool:
+    """Returns whether mixed precision is that of autocast alone, and not of units of FSDP."""
+    return isinstance(vars(model).get("forward"), AutocastForward) and not units_of(model)
+
+
+@contextmanager
+def _without_autocast(model: nn.Module) -> Iterator[None]:
+    """Lets a forward be that of the class of a model, in the dtype of its weights, inside the block."""
+    if not _has_autocast(model):
+        yield
+        return
+    forward = vars(model).pop("forward")
+    try:
+        yield
+    finally:
+        vars(model)["forward"] = forward
+
+
+def _run(
+    model: nn.Module, entire: Inputs, own: Inputs, forward: ShardedForward, result: Result
+) -> tuple[Result, OutputDims]:
+    state = sequence_state()
+    before = state.set(None)
+    try:
+        expected = list(iterate_tensors(model.forward(*entire.args, **entire.kwargs)))
+    except Exception as error:
+        expected, result = [], result._replace(whole_error=f"{type(error).__name__}: {error}")
+    state.set(forward)
+    try:
+        outputs = list(iterate_tensors(model.forward(*own.args, **own.kwargs)))
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        return result._replace(own_error=f"{type(error).__name__}: {error}"), []
+    finally:
+        state.set(before)
+    result = result._replace(num_attentions=forward.num_attentions)
+    if result.whole_error:
+        return result, []
+    if len(outputs) != len(expected):
+        texts = f"{len(outputs)} tensors, and {len(expected)} for whole sequences"
+        return result._replace(other=texts), []
+    found: OutputDims = []
+    for mine, right in zip(outputs, expected, strict=True):
+        dim = _dim_of_positions(mine, right, forward.shards)
+        if dim is None and mine.shape != right.shape:
+            return result._replace(
+                other=f"an output of shape {list(mine.shape)}, and {list(right.shape)} for whole sequences"
+            ), []
+        found.append(dim)
+        target = right if dim is None else forward.shards.shard(right, dim)
+        difference = max(result.difference, _difference(mine, target))
+        is_undefined = result.is_undefined or (right.ndim == 0 and bool(right.isnan()))
+        result = result._replace(difference=difference, is_undefined=is_undefined)
+    return result, found
+
+
+def _dim_of_positions(own: Tensor, entire: Tensor, shards: SequenceShards) -> int | None:
+    """Returns the dimension in which outputs have the positions of a rank, or None for equal shapes."""
+    if own.ndim != entire.ndim:
+        return None
+    dims = [dim for dim in range(own.ndim) if own.shape[dim] != entire.shape[dim]]
+    if len(dims) != 1 or own.shape[dims[0]] != shards.own or entire.shape[dims[0]] != shards.length:
+        return None
+    return dims[0]
+
+
+def _difference(own: Tensor, right: Tensor) -> float:
+    """Returns the largest difference of a position, relative to the norm of all."""
+    if not right.is_floating_point() or not right.numel():
+        return 0.0
+    pair = (each.detach().to("cpu", torch.float64).nan_to_num(0.0) for each in (own, right))
+    own, right = (each.reshape(-1, each.shape[-1] if each.ndim > 1 else 1) for each in pair)
+    norm = float(right.norm(dim=-1).square().mean().sqrt())
+    difference = float((own - right).norm(dim=-1).max())
+    return difference / norm if norm else difference
+
+
+def _summary(inputs: Inputs) -> list[Any]:
+    """Returns shapes and sums of inputs, which are equal on ranks with the same batch."""
+    return [
+        (name, tuple(tensor.shape), float(tensor.detach().nan_to_num().double().sum()))
+        for name, tensor in inputs.tensors()
+    ]

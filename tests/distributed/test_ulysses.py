@@ -1,0 +1,576 @@
+"""Ranks that exchange heads for sequences train as one process does with whole sequences."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.base import ConfigurationError, PreparationError
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import (
+    FullyShardedDataParallelPlugin,
+    sequence_parallel_attention,
+    set_seed,
+)
+
+Run = Callable[..., list[Any]]
+TOKENS, LENGTH, ROWS, STEPS = 101, 24, 2, 2
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "vocab_size": TOKENS,
+    "max_position_embeddings": 128,
+}
+
+
+class Reader(nn.Module):
+    """Attends to the tokens before, and predicts labels."""
+
+    def __init__(self, attention: Callable[..., torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.attention = attention or F.scaled_dot_product_attention
+        self.tokens, self.positions = nn.Embedding(TOKENS, 64), nn.Embedding(64, 64)
+        self.heads, self.mix, self.out = nn.Linear(64, 192), nn.Linear(64, 64), nn.Linear(64, TOKENS)
+
+    def attend(self, hidden: torch.Tensor) -> torch.Tensor:
+        heads = (each.unflatten(-1, (8, 8)).transpose(1, 2) for each in self.heads(hidden).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.mix(attended.transpose(1, 2).flatten(2))
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(tokens) + self.positions(positions)
+        return hidden + self.attend(hidden)
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> Any:
+        guesses = self.out(self.hidden(tokens, positions))
+        if labels is None:
+            return guesses
+        return F.cross_entropy(guesses.flatten(0, 1), labels.flatten(), ignore_index=-1), guesses
+
+
+def _llama(heads: int, **options: Any) -> nn.Module:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        **SIZES, num_key_value_heads=heads, **{"attn_implementation": "sdpa", **options}
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _of(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import transformers
+
+        sizes = {**SIZES, "attn_implementation": "sdpa", **options}
+        return getattr(transformers, model)(getattr(transformers, config)(**sizes))
+
+    return build
+
+
+NO_DROPOUT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+OF_GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 64}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "dense": lambda: _llama(8),
+    "grouped": lambda: _llama(2),
+    "one key and value": lambda: _llama(1),
+    "eager": lambda: _llama(2, attn_implementation="eager"),
+    "packed": lambda: _llama(2, use_cache=False),
+    "packed with a cache": lambda: _llama(2),
+    "padded before tokens": lambda: _llama(2),
+    "prefix": lambda: _llama(2),
+    "uneven": lambda: _llama(4),
+    "sliding": _of("MistralForCausalLM", "MistralConfig", num_key_value_heads=2, sliding_window=5),
+    "some sliding": _of(
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=1,
+    ),
+    "gemma": _of("GemmaForCausalLM", "GemmaConfig", num_key_value_heads=1, head_dim=16),
+    "gpt2": _of("GPT2LMHeadModel", "GPT2Config", **OF_GPT2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+    "bidirectional": _of("BertForMaskedLM", "BertConfig", **NO_DROPOUT),
+    "padded after tokens": _of("BertForMaskedLM", "BertConfig", **NO_DROPOUT),
+    "alibi": _of("FalconForCausalLM", "FalconConfig", alibi=True),
+    "own": Reader,
+    "own uneven": Reader,
+}
+
+
+def batch_of(kind: str, number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    length = LENGTH + 1 if "uneven" in kind else LENGTH
+    tokens = torch.randint(1, TOKENS, (ROWS, length), generator=generator)
+    labels = tokens.clone()
+    labels[0, :9] = -100
+    if "own" in kind:
+        positions = torch.arange(length).expand(ROWS, -1).contiguous()
+        return {"tokens": tokens, "positions": positions, "labels": labels.clamp(min=-1)}
+    batch = {"input_ids": tokens, "labels": labels}
+    if kind.startswith("packed"):
+        parts = [torch.arange(size) for size in (7, 9, 8)]
+        batch["position_ids"] = torch.cat(parts).expand(ROWS, -1).contiguous()
+    if kind.startswith("padded"):
+        batch["attention_mask"] = torch.ones_like(tokens)
+        padding = slice(0, 5) if "before" in kind else slice(19, None)
+        batch["attention_mask"][0, padding] = 0
+        labels[0, padding] = -100
+    if kind == "prefix":
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        mask[:, :6] = True
+        batch["attention_mask"] = mask.expand(ROWS, 1, -1, -1).contiguous()
+    return batch
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    return outputs[0] if isinstance(outputs, tuple) else outputs.loss
+
+
+def loss_of_logits(outputs: Any, labels: torch.Tensor, shifts: bool) -> torch.Tensor:
+    logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
+    if shifts:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100 if shifts else -1)
+
+
+def loss_in_block(accelerator: Accelerator, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loop of context parallelism, with labels that the loop shifts."""
+    batch = {name: tensor.clone() for name, tensor in batch.items()}
+    is_own, labels = "tokens" in batch, batch.pop("labels")
+    if not is_own:
+        labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+    buffers = [*batch.values(), labels]
+    with accelerator.maybe_context_parallel(buffers, [1] * len(buffers), set(buffers)):
+        logits = model(**batch)
+        logits = logits if is_own else logits.logits
+        assert logits.shape[1] == labels.shape[1] < LENGTH
+        ignored = -1 if is_own else -100
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignored)
+        accelerator.backward(loss)
+    return loss
+
+
+class Result:
+    """Losses and norms of the steps, logits of an evaluation, and weights."""
+
+    def __init__(self, scalars: list[float], logits: torch.Tensor, weights: dict[str, torch.Tensor]) -> None:
+        self.scalars, self.logits, self.weights = scalars, logits, weights
+
+    def difference(self, other: Result) -> float:
+        scalars = (abs(mine - theirs) for mine, theirs in zip(self.scalars, other.scalars, strict=True))
+        weights = (float((self.weights[name] - other.weights[name]).abs().max()) for name in self.weights)
+        return max(*scalars, *weights, float((self.logits - other.logits).abs().max()))
+
+
+def train(kind: str, way: str = "", accelerator: Accelerator | None = None) -> Result:
+    """Trains a model, on whole batches of the joined replicas without an accelerator."""
+    set_seed(0)
+    model: Any = MODELS[kind]()
+    if "recomputed" in way and accelerator is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": "reentrant" in way})
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    parts = 2 if "accumulated" in way else 1
+    scalars = []
+    model.train()
+    for step in range(STEPS):
+        total = 0.0
+        for part in range(parts):
+            batch = batch_of(kind, 10 * step + part)
+            if accelerator is None:
+                with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in way):
+                    loss = loss_of(model(**batch)) / parts
+                loss.backward()
+                total += loss.item()
+                continue
+            with accelerator.accumulate(model):
+                total += _step(accelerator, model, batch, kind, way) / parts
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        if accelerator is None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        scalars += [total, float(norm)]
+    model.eval()
+    with torch.no_grad():
+        outputs = model(**batch_of(kind, 99))
+    logits = outputs[1] if isinstance(outputs, tuple) else outputs.logits
+    weights = model.state_dict() if accelerator is None else accelerator.get_state_dict(model)
+    copies = {name: weight.detach().float().clone() for name, weight in weights.items()}
+    return Result([*scalars, loss_of(outputs).item()], logits.float(), copies)
+
+
+def _step(accelerator: Accelerator, model: Any, batch: dict[str, torch.Tensor], kind: str, way: str) -> float:
+    if "in a block" in way:
+        loss = loss_in_block(accelerator, model, batch)
+    else:
+        if "from logits" in way:
+            labels = batch.pop("labels")
+            shifts = "own" not in kind and kind not in ("bidirectional", "padded after tokens")
+            loss = loss_of_logits(model(**batch), labels, shifts)
+        else:
+            loss = loss_of(model(**batch))
+        accelerator.backward(loss)
+    return loss.item()  # is that of whole sequences on each rank
+
+
+def compare(kinds: list[str], ways: list[str], sizes: dict[str, int]) -> dict[str, float]:
+    """Returns the largest differences of each model from one process."""
+    torch.manual_seed(0)
+    found = {}
+    for kind in kinds:
+        references: dict[str, Result] = {}
+        for way in ways:
+            reference = " ".join(word for word in ("bf16", "accumulated") if word in way)
+            if reference not in references:
+                references[reference] = train(kind, reference)
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if "sharded" in way else None
+            accelerator = Accelerator(
+                gradient_accumulation_steps=2 if "accumulated" in way else 1,
+                mixed_precision="bf16" if "bf16" in way else None,
+                fsdp_plugin=plugin,
+                parallelism_config=ParallelismConfig(**sizes, sp_backend="torch"),
+            )
+            trained = train(kind, way, accelerator)
+            if trained.weights:  # those of FSDP are gathered on rank 0
+                found[f"{kind}: {way}"] = trained.difference(references[reference])
+    return found
+
+
+def check(ranks: list[dict[str, float]], limit: float = 1e-5) -> None:
+    assert ranks[0]
+    for found in ranks:
+        assert {name: value for name, value in found.items() if not value < limit} == {}
+
+
+FAST = ["grouped", "packed", "sliding", "uneven", "own uneven"]
+CORE = ["dense", "grouped", "one key and value", "sliding", "packed", "prefix"]
+WAYS = ["", "sharded", "recomputed", "reentrant recomputed", "accumulated", "from logits"]
+
+
+def test_two_ranks_train_as_one(run: Run) -> None:
+    check(run(compare, FAST, ["", "in a block"], {"sp_size": 2}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_models_train_as_on_one_rank(run: Run, kind: str) -> None:
+    has_whole_mask = kind in ("prefix", "bidirectional", "padded after tokens", "alibi")
+    ways = ["", "from logits", "sharded", *([] if has_whole_mask else ["in a block"])]
+    check(run(compare, [kind], ways, {"sp_size": 2}, timeout=300))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ways_to_train_equal_one_rank(run: Run, ranks: int) -> None:
+    check(run(compare, CORE, WAYS, {"sp_size": ranks}, processes=ranks, timeout=600))
+
+
+@pytest.mark.slow
+def test_training_in_16_bits_is_close_to_that_of_one_rank(run: Run) -> None:
+    check(run(compare, CORE, ["bf16"], {"sp_size": 2}, timeout=300), limit=0.05)
+
+
+# Collectives
+
+
+class Counting:
+    """Counts the calls of `all_to_all_single`."""
+
+    def __init__(self) -> None:
+        self.calls, self._call = 0, dist.all_to_all_single
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self._call(*args, **kwargs)
+
+
+def count_exchanges() -> list[int]:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="torch"))
+    model = accelerator.prepare(_llama(2))
+    loss_of(model(**batch_of("grouped", 0)))  # which compares the model with one rank
+    counting = Counting()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counting)
+        loss = loss_of(model(**batch_of("grouped", 1)))
+        in_forward, counting.calls = counting.calls, 0
+        accelerator.backward(loss)
+    return [in_forward, counting.calls]
+
+
+def test_a_layer_communicates_twice_in_each_pass(run: Run) -> None:
+    assert run(count_exchanges) == [[4, 4], [4, 4]]  # two layers: queries with keys and values, and outputs
+
+
+# Evaluation
+
+
+def evaluate() -> list[bool]:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="torch"))
+    set_seed(0)
+    model = _llama(2)
+    batches = [batch_of("grouped", number) for number in range(3)]
+    rows = [{name: tensor[row] for name, tensor in batch.items()} for batch in batches for row in range(ROWS)]
+    with torch.no_grad():
+        expected = [model(**batch) for batch in batches]
+        texts = model.generate(batches[0]["input_ids"], max_new_tokens=4, do_sample=False)
+    model, loader = accelerator.prepare(model, DataLoader(rows, batch_size=ROWS))
+    model.eval()
+    same = []
+    for batch, right in zip(loader, expected, strict=True):
+        with torch.no_grad():
+            outputs = model(**batch)
+        same.append(torch.allclose(outputs.loss, right.loss, atol=1e-5))
+        gathered = accelerator.gather_for_metrics((outputs.logits, batch["labels"]))
+        same.append(torch.allclose(gathered[0], right.logits, atol=1e-5))
+        same.append(torch.equal(gathered[1], batch["labels"]))
+        trained = model(**batch)  # with a loss to train, logits are those of this rank
+        same.append(trained.logits.shape[1] == LENGTH // 2)
+        same.append(torch.allclose(accelerator.gather_for_metrics(trained.logits), right.logits, atol=1e-5))
+    generated = accelerator.unwrap_model(model).generate(
+        batches[0]["input_ids"], max_new_tokens=4, do_sample=False
+    )
+    same.append(torch.equal(generated, texts))
+    with accelerator.unsharded(model):
+        same.append(model(input_ids=torch.ones(1, 1, dtype=torch.long)).logits.shape[1] == 1)
+    return same
+
+
+def test_an_evaluation_has_whole_outputs_and_generates_as_one_rank(run: Run) -> None:
+    for same in run(evaluate):
+        assert all(same), same
+
+
+# Functions of the user
+
+
+def local_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attention with weights that are normalized by their sum, for [batch, sequence, heads, size]."""
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key).exp()
+    weights = scores.tril() / scores.tril().sum(-1, keepdim=True)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
+class OwnAttention(Reader):
+    """Calls a function of the user."""
+
+    def attend(self, hidden: torch.Tensor) -> torch.Tensor:
+        heads = (each.unflatten(-1, (8, 8)) for each in self.heads(hidden).chunk(3, -1))
+        return self.mix(self.attention(*heads).flatten(2))
+
+
+def attend_by_function() -> float:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="torch"))
+    set_seed(0)
+    model = OwnAttention(sequence_parallel_attention(local_attention, head_dim=2))
+    batch = batch_of("own uneven", 0)
+    batch.pop("labels")
+    expected = model(**batch)
+    return float((accelerator.prepare(model)(**batch) - expected).detach().abs().max())
+
+
+def test_a_function_of_the_user_computes_whole_sequences(run: Run) -> None:
+    assert max(run(attend_by_function)) < 1e-5
+
+
+# Errors
+
+
+class MeanOver(Reader):
+    """Adds the mean over a sequence."""
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = super().hidden(tokens, positions)
+        return hidden + hidden.mean(1, keepdim=True)
+
+
+class Shifting(Reader):
+    """Shifts labels in its forward."""
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, labels: Any = None) -> Any:
+        guesses = self.out(self.hidden(tokens, positions))
+        loss = F.cross_entropy(guesses[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-1)
+        return loss, guesses
+
+
+class CountingPositions(Reader):
+    """Counts positions itself."""
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return super().hidden(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
+
+
+class Masking(Reader):
+    """Creates a mask for the positions that it gets."""
+
+    def attend(self, hidden: torch.Tensor) -> torch.Tensor:
+        heads = [each.unflatten(-1, (8, 8)).transpose(1, 2) for each in self.heads(hidden).chunk(3, -1)]
+        mask = torch.ones(hidden.shape[1], hidden.shape[1], dtype=torch.bool).tril()
+        attended = F.scaled_dot_product_attention(*heads, attn_mask=mask)
+        return self.mix(attended.transpose(1, 2).flatten(2))
+
+
+class Recurrent(Reader):
+    """Has a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(64, 64)
+
+
+class OwnSoftmax(Reader):
+    """Computes attention itself."""
+
+    def attend(self, hidden: torch.Tensor) -> torch.Tensor:
+        heads = [each.unflatten(-1, (8, 8)) for each in self.heads(hidden).chunk(3, -1)]
+        return self.mix(local_attention(*heads).flatten(2))
+
+
+def _call(accelerator: Accelerator, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+    return accelerator.prepare(model)(**batch)
+
+
+def _in_block(accelerator: Accelerator) -> None:
+    model, batch = accelerator.prepare(Reader()), batch_of("own", 0)
+    whole = batch.pop("labels")
+    buffers = [batch["tokens"], batch["positions"]]
+    with accelerator.maybe_context_parallel(buffers, [1, 1]):
+        F.cross_entropy(model(**batch).flatten(0, 1), whole.flatten(), ignore_index=-1)
+
+
+def _of_rank(accelerator: Accelerator) -> None:
+    _call(accelerator, Reader(), batch_of("own", accelerator.process_index))
+
+
+def _short(accelerator: Accelerator) -> None:
+    _call(accelerator, Reader(), {name: tensor[:, :1] for name, tensor in batch_of("own", 0).items()})
+
+
+def _buffers(accelerator: Accelerator) -> None:
+    accelerator.prepare(Reader())
+    accelerator.maybe_context_parallel([torch.zeros(2, 4), torch.zeros(2, 5)], [1, 1])
+
+
+def _heads(accelerator: Accelerator) -> None:
+    import transformers
+
+    sizes = {**SIZES, "num_attention_heads": 1, "num_key_value_heads": 1}
+    accelerator.prepare(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)))
+
+
+MISTAKES: dict[str, tuple[Callable[[Accelerator], Any], str]] = {
+    "mean": (lambda a: _call(a, MeanOver(), batch_of("own", 0)), "computes other outputs"),
+    "shifted labels": (lambda a: _call(a, Shifting(), batch_of("own", 0)), "labels that the model shifts"),
+    "positions": (
+        lambda a: _call(a, CountingPositions(), batch_of("own", 0)),
+        "positions must be an argument",
+    ),
+    "mask of a shard": (lambda a: _call(a, Masking(), batch_of("own", 0)), "Masks are those of whole"),
+    "recurrent": (lambda a: a.prepare(Recurrent()), "GRU.*carries a state over positions"),
+    "own softmax": (lambda a: _call(a, OwnSoftmax(), batch_of("own", 0)), "has not called an attention"),
+    "other batches": (_of_rank, "have different batches"),
+    "short": (_short, "sequences of 1 positions"),
+    "lengths": (_buffers, "different lengths"),
+    "whole labels": (_in_block, "48 labels of whole"),
+    "heads": (_heads, "has 1 attention heads"),
+}
+
+
+def make_mistake(name: str) -> str:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="torch"))
+    with pytest.raises((ConfigurationError, PreparationError)) as caught:
+        MISTAKES[name][0](accelerator)
+    return str(caught.value)
+
+
+def make_mistakes() -> dict[str, str]:
+    said = {}
+    for name in MISTAKES:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        said[name] = make_mistake(name)
+    return said
+
+
+def test_what_cannot_be_exact_is_refused_on_all_ranks(run: Run) -> None:
+    for said in run(make_mistakes):
+        for name, (_, reason) in MISTAKES.items():
+            assert re.search(reason, said[name]), (name, said[name])
+
+
+# Other uses of a model
+
+
+class Failing(torch.autograd.Function):
+    """Raises an error in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise MemoryError
+
+
+def use_freely() -> dict[str, Any]:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="torch"))
+    set_seed(0)
+    model, batch = _llama(2), batch_of("grouped", 0)
+    logits = torch.randn(4, TOKENS)
+    total = F.cross_entropy(logits, torch.arange(4), reduction="sum")
+    expected = model(**batch, output_hidden_states=True)
+    count = (batch["labels"][:, 1:] != -100).sum()
+    prepared = accelerator.prepare(model)
+    found = prepared(**batch, num_items_in_batch=count, output_hidden_states=True)
+    embedded = Failing.apply(model.model.embed_tokens(batch["input_ids"]))
+    with pytest.raises(MemoryError):
+        model(inputs_embeds=embedded, labels=batch["labels"]).loss.backward()
+    after_error = F.cross_entropy(logits, torch.arange(4), reduction="sum")
+    again = model(**batch)
+    return {
+        "loss": abs(float(found.loss.detach()) - float(expected.loss.detach())),
+        "states": len(found.hidden_states) - len(expected.hidden_states),
+        "after an error": float(after_error - total),
+        "again": abs(float(again.loss.detach()) - float(expected.loss.detach())),
+        "copy": float((copy.deepcopy(model)(**batch).loss - again.loss).detach()),
+        "pickled": len(pickle.dumps(model)) == 0,
+    }
+
+
+def test_a_model_is_used_as_on_one_rank(run: Run) -> None:
+    for found in run(use_freely):
+        assert all(abs(value) < 1e-5 for value in found.values()), found
+
+
+def _roberta(accelerator: Accelerator) -> None:
+    import transformers
+
+    model = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**SIZES, **NO_DROPOUT))
+    _call(accelerator, model, batch_of("bidirectional", 0))
+
+
+MISTAKES["positions from padding"] = (_roberta, "positions must be an argument")
