@@ -127,7 +127,9 @@ def test_log_records_have_the_line_of_the_caller(
     assert names == {("test_logging.py", "test_log_records_have_the_line_of_the_caller")}
 
 
-def test_warning_once(logger: MultiProcessAdapter, caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_once_logs_each_text_once(
+    logger: MultiProcessAdapter, caplog: pytest.LogCaptureFixture
+) -> None:
     other = get_logger(f"{logger.name}.other")
     for _ in range(3):
         logger.warning_once("slow")
@@ -155,7 +157,9 @@ def test_messages_of_any_type_begin_with_the_rank(
     assert caplog.messages == ["[RANK 1] lost", "[RANK 1] 100%", "[RANK 1] 3%"]
 
 
-def test_levels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_level_is_that_of_the_argument_or_the_variable(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     PartialState(cpu=True)
     assert get_logger("test.level.given", "info").logger.level == logging.INFO
     assert get_logger("test.level.given").logger.level == logging.INFO, "it is left as it is"

@@ -93,7 +93,7 @@ def test_mappings_keep_their_type():
 @pytest.mark.parametrize(
     ("data", "is_one"), [(Point(1, 2), True), ((1, 2), False), ([1, 2], False), (torch.ones(2), False)]
 )
-def test_named_tuples(data, is_one):
+def test_named_tuples_are_recognized(data, is_one):
     assert nested.is_namedtuple(data) is is_one
 
 
@@ -184,14 +184,14 @@ def test_finding_tensors_and_devices():
     assert nested.find_device(["text"]) is None
 
 
-def test_listify():
+def test_listify_returns_nested_lists_of_numbers():
     assert nested.listify({"a": torch.ones(2), "b": (torch.ones(1, dtype=torch.bfloat16),)}) == {
         "a": [1.0, 1.0],
         "b": ([1.0],),
     }
 
 
-def test_slices():
+def test_slices_cut_all_tensors_of_a_structure():
     part = nested.slice_tensors(structure(), slice(1, 3), process_index=0, num_processes=2)
     assert part["a"].tolist() == [[2, 3], [4, 5]]
     assert part["c"].x.shape == (2, 1)

@@ -48,7 +48,9 @@ def build(arguments: dict[str, Any], environ: dict[str, str]) -> RunRequest:
         ("no", {"ACCELERATE_MIXED_PRECISION": "bf16"}, "no"),
     ],
 )
-def test_mixed_precision(given: Any, environ: dict[str, str], expected: str | None) -> None:
+def test_the_argument_takes_precedence_over_variables_for_mixed_precision(
+    given: Any, environ: dict[str, str], expected: str | None
+) -> None:
     assert build(passed(mixed_precision=given), environ).mixed_precision == expected
 
 

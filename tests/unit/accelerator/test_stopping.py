@@ -26,7 +26,7 @@ def until_asked(accelerator: Accelerator, seconds: float = 10.0) -> tuple[bool, 
 
 
 @pytest.mark.parametrize(("name", "stops"), [("SIGTERM", True), ("SIGUSR1", True), ("SIGUSR2", False)])
-def test_signals(name: str, stops: bool) -> None:
+def test_signals_request_a_save_or_a_stop(name: str, stops: bool) -> None:
     before = signal.getsignal(getattr(signal, name))
     accelerator = Accelerator(cpu=True)
     assert not accelerator.should_save

@@ -82,7 +82,7 @@ def test_other_names_on_the_index(install):
     assert not packages.is_package_available("comet_ml")
 
 
-def test_minimum_versions(install):
+def test_packages_below_their_minimum_version_are_unavailable(install):
     install("bitsandbytes", "bitsandbytes", "0.38.1")
     install("torchdata", "torchdata", "0.7.1")
     install("torchao", "torchao", "0.6.0")
@@ -145,5 +145,5 @@ def test_torchao_required(install):
     assert convert(1) == 1
 
 
-def test_libraries_initialized():
+def test_imported_libraries_are_listed():
     assert packages.are_libraries_initialized("pytest", "no_such_library") == ["pytest"]

@@ -16,7 +16,7 @@ from accelerate.base import ConfigurationError, slurm
         ("a-b[001-128].cluster.org", "a-b001.cluster.org"),
     ],
 )
-def test_first_host(node_list: str, host: str) -> None:
+def test_the_first_host_of_a_node_list_is_expanded(node_list: str, host: str) -> None:
     assert slurm.first_host(node_list) == host
 
 

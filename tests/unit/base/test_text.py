@@ -114,7 +114,7 @@ def test_positions_in_a_mesh():
 @pytest.mark.parametrize(
     ("written", "number"), [("0", 0), (" 12 ", 12), ("-3", -3), (str(2**63 - 1), 2**63 - 1)]
 )
-def test_whole_numbers(written, number):
+def test_whole_numbers_of_64_bits_are_read(written, number):
     assert text.whole_number(written) == number
 
 

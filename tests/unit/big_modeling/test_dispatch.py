@@ -210,7 +210,9 @@ MIXED = {"embed": "cpu", "layers": "disk", "head": "cpu", "scale": "cpu"}
     ids=str,
 )
 @pytest.mark.parametrize("buffers", [False, True])
-def test_the_disk(net: Net, plain: Net, tmp_path: Path, device_map: dict[str, Any], buffers: bool) -> None:
+def test_modules_are_offloaded_to_the_disk(
+    net: Net, plain: Net, tmp_path: Path, device_map: dict[str, Any], buffers: bool
+) -> None:
     dispatch_model(net, device_map, offload_dir=tmp_path, offload_buffers=buffers)
     assert net.hf_device_map == device_map
     away = meta_names(net)

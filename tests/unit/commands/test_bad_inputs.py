@@ -218,7 +218,7 @@ def test_at_least_the_required_number_of_bad_inputs_is_tested() -> None:
 @pytest.mark.parametrize(
     ("words", "problem"), FLAGS, ids=lambda value: " ".join(value)[:50] if isinstance(value, tuple) else ""
 )
-def test_flags(
+def test_wrong_flags_are_one_message(
     words: tuple[str, ...],
     problem: str,
     tmp_path: Path,
@@ -232,7 +232,7 @@ def test_flags(
 
 
 @pytest.mark.parametrize(("text", "problem"), FILES, ids=lambda value: value[:40])
-def test_files(
+def test_wrong_files_are_one_message(
     text: str,
     problem: str,
     tmp_path: Path,
@@ -245,7 +245,7 @@ def test_files(
 
 
 @pytest.mark.parametrize(("variables", "problem"), VARIABLES, ids=lambda value: "-".join(value)[:60])
-def test_variables(
+def test_wrong_variables_are_one_message(
     variables: dict[str, str],
     problem: str,
     tmp_path: Path,
@@ -262,7 +262,7 @@ def test_variables(
     ["[" * 5000, '{"a":' * 500 + "1" + "}" * 500, "\x80", ""],
     ids=["list", "object", "bytes", "nothing"],
 )
-def test_deepspeed_files(
+def test_wrong_deepspeed_files_are_one_message(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "ds.json").write_bytes(text.encode("latin-1"))
@@ -276,7 +276,7 @@ def test_deepspeed_files(
     ["[1]", '{"weight_map": {"a": 1}}', '{"weight_map": {}}', "[" * 5000, "\x80"],
     ids=["list", "number", "nothing", "deep", "bytes"],
 )
-def test_indices_of_weights(
+def test_wrong_indices_of_weights_are_one_message(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))

@@ -145,7 +145,7 @@ def test_numbered_modules_stay_whole_and_in_order() -> None:
     assert size == "56", "integers are as they are"
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_device_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = {f"layers.{index}.weight": torch.zeros(8, 8) for index in range(4)}
     save_file(state, tmp_path / "model.safetensors")
     words = [str(tmp_path), "--dtypes", "float32", "--device_map", "0=800", "cpu=1KB"]

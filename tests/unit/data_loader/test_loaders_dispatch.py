@@ -60,7 +60,9 @@ def test_the_position_is_noted_before_reading_on() -> None:
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("size", [1, 7, 12])
-def test_length(states: None, drop_last: bool, split: bool, size: int) -> None:
+def test_the_length_of_a_dispatched_loader_is_its_number_of_batches(
+    states: None, drop_last: bool, split: bool, size: int
+) -> None:
     batches = DataLoader(torch.arange(size), batch_size=3, drop_last=drop_last)  # type: ignore[arg-type]
     batches_of_all = list(GlobalBatchBuilder(3, split, drop_last).build(iter(batches)))
     for group in range(3):

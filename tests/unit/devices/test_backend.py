@@ -57,7 +57,7 @@ def test_devices_are_numbered_or_not(accelerator, fake_torch):
         accelerator.device(-1)
 
 
-def test_scalers(accelerator, fake_torch):
+def test_each_backend_builds_its_grad_scaler(accelerator, fake_torch):
     accelerator.grad_scaler(growth_interval=5)
     common = ("torch.amp.GradScaler", accelerator.name, ("growth_interval", 5))
     own = (f"{accelerator.module}.amp.GradScaler", ("growth_interval", 5))

@@ -40,7 +40,7 @@ class Clock:
         return self.now
 
 
-def test_the_table() -> None:
+def test_each_request_stops_or_only_saves() -> None:
     stops = {kind.name: kind.stops for kind in REQUEST_TYPES}
     assert stops == {
         "SIGTERM": True,

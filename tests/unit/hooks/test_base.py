@@ -91,7 +91,7 @@ def test_the_base_hook_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("no_grad", [True, False])
-def test_gradients(no_grad: bool) -> None:
+def test_a_hook_may_disable_gradients(no_grad: bool) -> None:
     hook = ModelHook()
     hook.no_grad = no_grad
     module = add_hook_to_module(nn.Linear(2, 2), hook)
@@ -152,7 +152,7 @@ def test_a_copy_is_its_own() -> None:
     assert torch.equal(torch.load(buffer, weights_only=False)(X), model(X))
 
 
-def test_traced_modules() -> None:
+def test_hooks_are_added_to_traced_modules() -> None:
     module = fx.symbolic_trace(Double())
     add_hook_to_module(module, Adder(1))
     assert torch.equal(module(X), 2 * (X + 1))

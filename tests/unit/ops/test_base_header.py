@@ -22,7 +22,7 @@ def echo(change: Callable[[torch.Tensor], None] = lambda rows: None) -> Callable
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 31, 64, 1000, 100_000])
-def test_width(size: int) -> None:
+def test_the_header_has_a_bounded_width_for_each_number_of_ranks(size: int) -> None:
     width = header_width(size)
     assert 1024 <= width <= 8192
     assert width % 16 == 0

@@ -16,7 +16,7 @@ def segment_of(data: Any) -> Any:
     return plan.in_header.segments[0]
 
 
-def test_joined_shapes() -> None:
+def test_rows_of_all_processes_are_joined_in_the_first_dimension() -> None:
     assert joined_shape(torch.Size([2, 5]), 3) == (6, 5)
     assert joined_shape(torch.Size([]), 3) == (3,)
 

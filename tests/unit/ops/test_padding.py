@@ -34,7 +34,9 @@ def test_nested_tensors_stay_with_one_warning() -> None:
         (2, False, [[1, 2]]),
     ],
 )
-def test_pad(dim: int, first: bool, expected: list[list[int]]) -> None:
+def test_a_tensor_is_padded_at_the_start_or_the_end_of_a_dimension(
+    dim: int, first: bool, expected: list[list[int]]
+) -> None:
     assert _pad(torch.tensor([[1, 2]]), dim, 2, 9, first).tolist() == expected
 
 

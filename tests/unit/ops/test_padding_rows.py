@@ -29,7 +29,7 @@ def test_filled_rows_are_cut_again() -> None:
     assert joined["b"][0].tolist() == [[4], [4], [0]]
 
 
-def test_first_rows() -> None:
+def test_first_rows_are_cut_and_more_rows_than_there_are_refused() -> None:
     tensor = torch.arange(3)
     assert first_rows(tensor, 3) is tensor
     assert first_rows(tensor, 1).tolist() == [0]

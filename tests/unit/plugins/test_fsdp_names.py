@@ -21,7 +21,7 @@ from accelerate.plugins.fsdp_versions import VERSIONS
 
 
 @pytest.mark.parametrize(("value", "expected"), [("Yes", True), (True, True), ("0", False), (False, False)])
-def test_flags(value: Any, expected: bool) -> None:
+def test_flags_are_read_from_text_and_booleans(value: Any, expected: bool) -> None:
     assert read_flag("name", value) is expected
 
 

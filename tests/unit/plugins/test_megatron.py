@@ -170,7 +170,7 @@ def test_all_problems_are_in_one_error() -> None:
         ("fp8", {"bf16": True, "fp8": "hybrid"}),
     ],
 )
-def test_number_format(name: str, expected: dict[str, Any]) -> None:
+def test_the_number_format_sets_the_flags_of_megatron(name: str, expected: dict[str, Any]) -> None:
     plugin = MegatronLMPlugin()
     plugin.set_mixed_precision(name)
     found = {key: plugin.megatron_lm_default_args.get(key) for key in ("fp16", "bf16", "fp8")}
@@ -188,7 +188,7 @@ def parameters() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))]
 
 
-def test_adam() -> None:
+def test_arguments_of_adam_are_read_from_the_optimizer() -> None:
     one, two = parameters()
     groups = [{"params": [one], "weight_decay": 0.3}, {"params": [two], "weight_decay": 0.0}]
     plugin = MegatronLMPlugin()
@@ -199,7 +199,7 @@ def test_adam() -> None:
     assert (found["lr"], found["weight_decay"]) == (0.1, 0.3)
 
 
-def test_sgd() -> None:
+def test_arguments_of_sgd_are_read_from_the_optimizer() -> None:
     plugin = MegatronLMPlugin()
     plugin.set_optimizer_type(torch.optim.SGD(parameters(), lr=0.1, momentum=0.7))
     found = plugin.megatron_lm_default_args

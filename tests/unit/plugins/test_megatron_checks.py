@@ -14,7 +14,7 @@ from accelerate.plugins.megatron import read_backend
     ("given", "name"),
     [(True, "auto"), ("true", "auto"), (False, None), (None, None), ("FLASH", "flash"), ("flash", "flash")],
 )
-def test_attention_backend(given: Any, name: str | None) -> None:
+def test_the_attention_backend_is_read_from_text_and_booleans(given: Any, name: str | None) -> None:
     assert read_backend(given) == name
 
 
@@ -26,7 +26,7 @@ def test_processes_are_a_multiple_of_the_model_parallel_size() -> None:
     assert "tp_degree=2 * pp_degree=2 * context_parallel_size=1 = 4" in problem
 
 
-def test_experts_too() -> None:
+def test_processes_are_a_multiple_of_the_expert_parallel_size() -> None:
     plugin = MegatronLMPlugin(expert_model_parallel_size=4)
     assert find_wrong_sizes(plugin, 4) == []
     (problem,) = find_wrong_sizes(plugin, 2)

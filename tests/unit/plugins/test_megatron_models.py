@@ -122,7 +122,7 @@ def subset(arguments: dict[str, Any], names: Any) -> dict[str, Any]:
     return {name: arguments[name] for name in names}
 
 
-def test_gpt2() -> None:
+def test_gpt2_is_converted() -> None:
     config = Config("gpt2")
     plugin, arguments = parse(config, "GPT2LMHeadModel")
     expected = {
@@ -158,7 +158,7 @@ def test_positions_are_those_of_the_user() -> None:
     assert parse(config, "M", use_rotary_position_embeddings=True)[1]["position_embedding_type"] == "rope"
 
 
-def test_llama() -> None:
+def test_llama_is_converted() -> None:
     config = Config("llama", num_key_value_heads=2)
     _, arguments = parse(config, "LlamaForCausalLM", return_logits=True)
     expected = {
@@ -213,7 +213,7 @@ def test_llama_with_scaled_positions() -> None:
         ("BertForSequenceClassification", False, False),
     ],
 )
-def test_bert(model_type: str, name: str, pretraining: bool, binary: bool) -> None:
+def test_bert_is_converted(model_type: str, name: str, pretraining: bool, binary: bool) -> None:
     config = Config("bert")
     config.model_type = model_type
     _, arguments = parse(config, name)
@@ -228,7 +228,7 @@ def test_bert(model_type: str, name: str, pretraining: bool, binary: bool) -> No
     assert subset(arguments, expected) == expected
 
 
-def test_t5() -> None:
+def test_t5_is_converted() -> None:
     config = Config("t5")
     plugin, arguments = parse(config, "T5ForConditionalGeneration")
     expected = {
@@ -253,7 +253,7 @@ def test_positions_of_t5_need_transformer_engine_to_be_relative(
     assert parse(Config("t5"), "T5Model")[1]["position_embedding_type"] == positions
 
 
-def test_glm4_moe() -> None:
+def test_glm4_moe_is_converted() -> None:
     config = Config("glm4_moe")
     _, arguments = parse(config, "Glm4MoeForCausalLM")
     expected = {

@@ -103,6 +103,6 @@ def test_the_nearest_option_is_suggested(word: str, known: tuple[str, ...], mean
     assert nearest(word, known) == meant
 
 
-def test_values() -> None:
+def test_the_nearest_text_choice_is_suggested() -> None:
     assert wrong_choice("bad", "bfloat16", PRECISIONS) == "bad. Did you mean 'bf16'?"
     assert wrong_choice("bad", 3, (1, 2)) == "bad"

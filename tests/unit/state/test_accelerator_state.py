@@ -79,7 +79,7 @@ def test_the_label_can_be_assigned() -> None:
     assert AcceleratorState().mixed_precision == "no"
 
 
-def test_reset() -> None:
+def test_a_reset_clears_the_state_and_optionally_the_partial_state() -> None:
     build()
     AcceleratorState._reset_state()
     assert AcceleratorState._shared_state == {}
@@ -91,7 +91,7 @@ def test_reset() -> None:
 
 
 @pytest.mark.parametrize("value", ["no", "fp16", "bf16", "fp8", "BF16"])
-def test_number_formats(value: str) -> None:
+def test_precisions_are_accepted_in_any_case(value: str) -> None:
     assert build(mixed_precision=value).mixed_precision == value.lower()
 
 

@@ -245,5 +245,7 @@ def test_there_is_a_core() -> None:
         (hardware_table.XLA, 8, "XLA"),
     ],
 )
-def test_labels(backend: DeviceBackend, size: int, label: str) -> None:
+def test_the_label_follows_from_hardware_and_world_size(
+    backend: DeviceBackend, size: int, label: str
+) -> None:
     assert backend.distributed_type_of(size) == label

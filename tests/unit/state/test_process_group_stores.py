@@ -54,7 +54,7 @@ def test_a_generation_that_ended_before_all_ranks_arrived_is_replaced() -> None:
     assert len(set(start(agent, {1: 0.0, 2: 0.0, 0: 0.7}, 3))) == 1
 
 
-def test_at_random() -> None:
+def test_ranks_that_arrive_in_any_order_have_one_name() -> None:
     agent = open_agent()
     draw = random.Random(5)
     for _ in range(5):

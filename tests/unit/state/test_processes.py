@@ -26,7 +26,7 @@ def greet(name: str) -> str:
     return f"hello {name}"
 
 
-def test_flags() -> None:
+def test_main_and_last_processes_are_recognized() -> None:
     first, third = Place(0, 4), Place(2, 4, 0)
     assert (first.is_main_process, first.is_local_main_process, first.is_last_process) == (True, True, False)
     assert (third.is_main_process, third.is_local_main_process, third.is_last_process) == (False, True, False)

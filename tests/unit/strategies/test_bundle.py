@@ -52,7 +52,7 @@ def test_an_optimizer_around_another_is_one() -> None:
     assert kind_of(scheduler) is Kind.SCHEDULER
 
 
-def test_parameter_ids() -> None:
+def test_parameter_ids_are_those_of_all_groups() -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 2.0}], lr=1.0)
     assert parameter_ids([optimizer]) == {id(model.weight), id(model.bias)}

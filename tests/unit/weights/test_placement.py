@@ -62,7 +62,9 @@ def test_a_parameter_keeps_its_attributes() -> None:
         ("1.num_batches_tracked", torch.tensor(7), torch.float16, torch.int64),
     ],
 )
-def test_dtypes(name: str, value: torch.Tensor, dtype: Any, expected: torch.dtype) -> None:
+def test_a_value_gets_the_dtype_of_the_tensor_or_the_argument(
+    name: str, value: torch.Tensor, dtype: Any, expected: torch.dtype
+) -> None:
     model = build()
     set_module_tensor_to_device(model, name, "cpu", value, dtype)
     found = dict([*model.named_parameters(), *model.named_buffers()])[name]
@@ -124,7 +126,7 @@ def test_parameters_of_other_classes_keep_their_class() -> None:
     assert weight.tolist() == [0, 0]
 
 
-def test_places() -> None:
+def test_the_longest_prefix_decides_the_device() -> None:
     places = {"": "cpu", "a": 1, "a.b": "disk", "a.b.weight": 2}
     names = ("a.b.weight", "a.b.bias", "a.c", "ab")
     assert [mapped_device(name, places) for name in names] == [2, "disk", 1, "cpu"]

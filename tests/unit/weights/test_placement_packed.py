@@ -118,7 +118,7 @@ def test_packed_values_in_four_bits() -> None:
     assert holder.weight.device.type == "meta"
 
 
-def test_kinds() -> None:
+def test_quantized_parameters_are_recognized() -> None:
     plain, eight, four = nn.Parameter(WEIGHT), Int8Params(WEIGHT), Params4bit(WEIGHT)
     assert [is_derived_parameter(each) for each in (plain, eight, four)] == [False, True, True]
     assert [is_bnb_parameter(each) for each in (plain, eight, four)] == [False, True, True]

@@ -78,7 +78,7 @@ def test_larger_batches_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(4, [2, 2]), (3, [2, 1]), (1, [1])])
-def test_micro_batches(rows: int, sizes: list[int]) -> None:
+def test_a_batch_is_split_into_micro_batches(rows: int, sizes: list[int]) -> None:
     cut = BatchShape(arguments()).split(batch(rows))
     assert [len(each["input_ids"]) for each in cut] == sizes
 

@@ -40,7 +40,7 @@ def test_larger_batches_of_the_same_samples() -> None:
     assert with_batch_size(loader, 2) is loader
 
 
-def test_streams_too() -> None:
+def test_a_stream_is_read_in_larger_batches() -> None:
     loader: DataLoader[Any] = DataLoader(Stream(), batch_size=2, collate_fn=list)
     assert [len(batch) for batch in with_batch_size(loader, 3)] == [3, 3, 2]
 
@@ -87,7 +87,7 @@ def test_arguments_of_the_dummy_loader_are_set_on_the_plugin(fake: Fake) -> None
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_providers(fake: Fake, own: bool) -> None:
+def test_the_provider_of_datasets_is_that_of_the_user_or_the_default(fake: Fake, own: bool) -> None:
     def provider(numbers: list[int]) -> None: ...
 
     plugin = MegatronLMPlugin(custom_megatron_datasets_provider_function=provider if own else None)

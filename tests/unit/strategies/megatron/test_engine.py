@@ -49,7 +49,7 @@ def test_one_iterator_for_each_part_of_the_model(start: Start, fake: Fake) -> No
     assert [len(list(iterator)) for iterator in iterators] == [2, 2]
 
 
-def test_a_step(start: Start, fake: Fake) -> None:
+def test_a_train_step_updates_counters_and_returns_its_report(start: Start, fake: Fake) -> None:
     _, model, *_, loader = start(num_micro_batches=2)
     model.train()
     batch = next(iter(loader))
@@ -76,7 +76,7 @@ def test_the_loss_is_the_mean_over_tokens(start: Start, fake: Fake) -> None:
     assert output.logits is None
 
 
-def test_logits(start: Start, fake: Fake) -> None:
+def test_logits_are_returned_on_request(start: Start, fake: Fake) -> None:
     _, model, *_, loader = start(num_micro_batches=2, return_logits=True)
     model.eval()
     batch = next(iter(loader))

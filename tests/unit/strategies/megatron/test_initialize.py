@@ -17,7 +17,9 @@ from accelerate.utils.megatron_lm import initialize
 from .conftest import AttnBackend, Fake, Start
 
 
-def test_arguments(start: Start, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_follow_from_the_plugin_and_the_process(
+    start: Start, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--seed", "of the script"])
     monkeypatch.setattr(library, "exists", lambda name: name == "einops" or name.startswith("megatron"))
     start(

@@ -70,7 +70,7 @@ def build(fake: Fake, family: str, changed: dict[str, Any] | None = None, **give
 
 
 @pytest.mark.usefixtures("classes")
-def test_gpt(fake: Fake) -> None:
+def test_gpt_is_built_with_the_arguments_of_its_stage(fake: Fake) -> None:
     model = build(fake, "gpt", pre_process=False, vp_stage=1, config=None, pg_collection=None)
     assert (model.pre_process, model.post_process, model.vp_stage) == (False, True, 1)
     assert (model.vocab_size, model.max_sequence_length) == (64, 32)

@@ -167,7 +167,7 @@ def test_a_model_split_between_ranks_has_no_full_state_dict(start: Start) -> Non
         accelerator._runtime.strategy.join([model])
 
 
-def test_evaluation(start: Start, fake: Fake) -> None:
+def test_an_evaluation_takes_no_step_and_has_losses_without_gradients(start: Start, fake: Fake) -> None:
     accelerator, model, *_, loader = start()
     model.eval()
     losses = [model(**batch).loss for batch in loader]

@@ -59,7 +59,7 @@ def test_ends_of_documents() -> None:
     assert mask[0, 0, 2].tolist() == [False, False, False, True, True]
 
 
-def test_document_starts() -> None:
+def test_each_token_has_the_start_of_its_document() -> None:
     assert document_starts(torch.tensor([[0, 0, 1, 2, 2]])).tolist() == [[0, 0, 2, 3, 3]]
 
 

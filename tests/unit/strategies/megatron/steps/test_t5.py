@@ -40,7 +40,7 @@ def test_decoder_tokens_of_the_user() -> None:
     assert read({**BATCH, "decoder_input_ids": decoder_tokens})[1] is decoder_tokens
 
 
-def test_masks() -> None:
+def test_masks_hide_padding_and_later_tokens() -> None:
     *_, encoder, decoder, between = read(BATCH)
     assert encoder.shape == (1, 1, 3, 3)
     assert encoder[0, 0].tolist() == [[False, False, True], [False, False, True], [True, True, True]]
