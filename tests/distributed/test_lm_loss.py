@@ -279,6 +279,30 @@ def test_a_head_alone_is_trained(run: Run, layout: str) -> None:
         compare(found, expected)
 
 
+def refuse_shards() -> str:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model = Model(False)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    tokens, labels = batches(2)[0]
+    with pytest.raises(PreparationError, match="Call lm_loss in the forward") as raised:
+        accelerator.lm_loss(torch.zeros(*tokens.shape, WIDTH), model.lm_head, labels, shift=True)
+    return str(raised.value)
+
+
+def test_a_head_that_is_not_gathered_is_an_error(run: Run) -> None:
+    assert all("[19, 16]" in message or "[37, 16]" in message for message in run(refuse_shards, processes=2))
+
+
+def refuse_unit_of_tensor_parallelism() -> str:
+    with pytest.raises(PreparationError, match="Leave it out of the auto_wrap_policy") as raised:
+        train("fsdp2+tp", False, "inside", "no", "Linear")
+    return str(raised.value)
+
+
+def test_a_unit_that_tensor_parallelism_shards_is_an_error(run: Run) -> None:
+    assert run(refuse_unit_of_tensor_parallelism, processes=4)
+
+
 def refuse_frozen() -> str:
     with pytest.raises(PreparationError, match="outside of the forward") as raised:
         train_frozen(True, "fsdp2", "outside")

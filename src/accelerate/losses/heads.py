@@ -199,6 +199,11 @@ def compute_in_units(units: Sequence[Unit], hidden: Tensor, compute: Callable[[T
     results: list[Result] = []
 
     def forward(hidden: Tensor) -> Any:
+        if is_dtensor(hidden):
+            raise PreparationError(
+                "The head is a unit of FSDP and sharded by tensor parallelism, whose hooks expect logits. "
+                "Leave it out of the auto_wrap_policy, so that it is gathered with the model."
+            )
         results.append(compute_in_units(inner, hidden, compute))
         return results[0]
 
