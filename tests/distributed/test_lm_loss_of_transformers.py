@@ -47,7 +47,9 @@ def train(changes: bool, layout: str, name: str, ties: bool, adapts: bool) -> tu
     )  # the logits are a view; they are not written to
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # of peft
     options: dict[str, Any] = {}
-    if layout == "tp":
+    if layout.startswith("sp"):
+        options["parallelism_config"] = ParallelismConfig(sp_size=2, sp_backend="torch")
+    elif layout == "tp":
         options["parallelism_config"] = ParallelismConfig(tp_size=2)
     elif layout != "ddp":
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
@@ -61,11 +63,13 @@ def train(changes: bool, layout: str, name: str, ties: bool, adapts: bool) -> tu
     optimizer = torch.optim.SGD(trained, lr=0.5)
     model, optimizer = accelerator.prepare(model, optimizer)
     tokens = torch.randint(1, 97, (4, 10), generator=torch.Generator().manual_seed(0))
-    if layout != "tp":
+    if layout not in ("tp", "sp", "sp of items"):
         tokens = tokens.chunk(2)[accelerator.process_index]
+    labels = tokens.masked_fill(torch.arange(10) < 4, -100)  # ranks of sequences have 1 and 5 of them
+    counted = {"num_items_in_batch": (labels[:, 1:] != -100).sum()} if layout == "sp of items" else {}
     losses = []
     for _ in range(3):
-        output = model(input_ids=tokens, labels=tokens)
+        output = model(input_ids=tokens, labels=labels, **counted)
         assert (output.logits is None) == changes
         accelerator.backward(output.loss)
         optimizer.step()
@@ -82,6 +86,8 @@ def train(changes: bool, layout: str, name: str, ties: bool, adapts: bool) -> tu
         ("fsdp2", "Gemma2", True, False),
         ("tp", "Llama", True, False),
         ("tp", "Llama", False, True),
+        ("sp", "Llama", False, False),
+        ("sp of items", "Llama", False, False),
         pytest.param("fsdp1", "Llama", False, False, marks=pytest.mark.slow),
         pytest.param("tp", "Llama", False, False, marks=pytest.mark.slow),
         pytest.param("ddp", "Llama", False, True, marks=pytest.mark.slow),

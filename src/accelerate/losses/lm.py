@@ -21,6 +21,7 @@ from accelerate.losses.heads import FIX, Head, compute_in_units, matrices_of, re
 from accelerate.losses.statistics import Statistics, Vocabulary, compute_statistics, slice_size_of
 from accelerate.ops import is_dtensor
 from accelerate.parallelism_config import Data, axes_with
+from accelerate.strategies import sequence_state, whole_losses
 
 Reduction = Literal["mean", "sum"]
 
@@ -110,7 +111,7 @@ def lm_loss(
     if z_loss:
         losses = losses + z_loss * statistics.log_sum_exp.square()
     loss = torch.where(is_valid, losses, 0).sum()
-    return _reduced(loss, is_valid, reduction, sequences), logps.reshape(labels.shape)
+    return _reduced(loss, targets, ignore_index, reduction, sequences), logps.reshape(labels.shape)
 
 
 def _replicated(tensor: Any) -> Tensor:
@@ -156,16 +157,25 @@ def _dtype_of(inputs: Tensor, weight: Tensor) -> torch.dtype:
     return weight.dtype
 
 
-def _reduced(loss: Tensor, is_valid: Tensor, reduction: Reduction, sequences: Sequences) -> Tensor:
+def _reduced(
+    loss: Tensor, targets: Tensor, ignore_index: int, reduction: Reduction, sequences: Sequences
+) -> Tensor:
     """Returns the sum of losses, or their mean over the labels of all ranks with the same sequences."""
-    if reduction == "sum":
-        return loss
-    count = is_valid.sum()
-    for group in sequences.groups:
-        dist.all_reduce(count, group=group)
-    mean = loss * sequences.factor / count.clamp(min=1)
-    # Without labels the mean is NaN, as that of torch, and the gradient 0.
-    return torch.where(count > 0, mean, torch.nan)
+
+    def reduce_own(target: Tensor, ignore_index: int, reduction: Reduction) -> Tensor:
+        if reduction == "sum":
+            return loss
+        count = (target != ignore_index).sum()
+        for group in sequences.groups:
+            dist.all_reduce(count, group=group)
+        mean = loss * sequences.factor / count.clamp(min=1)
+        # Without labels the mean is NaN, as that of torch, and the gradient 0.
+        return torch.where(count > 0, mean, torch.nan)
+
+    arguments = {"target": targets, "ignore_index": ignore_index, "reduction": reduction}
+    if sequence_state().forward is None:  # torch.compile cannot trace what comes after
+        return reduce_own(targets, ignore_index, reduction)
+    return whole_losses.cross_entropy(reduce_own, (), arguments)
 
 
 def _check_options(

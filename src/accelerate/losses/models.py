@@ -124,6 +124,7 @@ class LossWithoutLogits:
 
     def __init__(self, inner: Callable[..., Tensor], slice_size: int | None) -> None:
         self.inner, self.slice_size = inner, slice_size
+        self.__name__ = inner.__name__  # by which a loss that shifts labels is known
 
     def __call__(
         self,

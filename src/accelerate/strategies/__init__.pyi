@@ -1,4 +1,9 @@
-from accelerate.strategies.axes import list_experts as list_experts, trace_share as trace_share
+from accelerate.strategies.axes import (
+    list_experts as list_experts,
+    sequence_state as sequence_state,
+    trace_share as trace_share,
+    whole_losses as whole_losses,
+)
 from accelerate.strategies.base import (
     Strategy as Strategy,
     as_list as as_list,

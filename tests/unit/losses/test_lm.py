@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from accelerate import Accelerator
 from accelerate.base import ConfigurationError, StateError
+from accelerate.losses import ranks_of_sequences
 
 FEATURES, VOCABULARY = 16, 50
 States = Callable[[], None]
@@ -217,3 +219,21 @@ def test_wrong_arguments_are_errors(accelerator: Accelerator, case: str) -> None
     arguments, options, message = WRONG[case]
     with pytest.raises(ConfigurationError, match=message):
         accelerator.lm_loss(*arguments, **{"shift": False, **options})
+
+
+class Mesh:
+    """Mesh of 2 replicas and 4 ranks of sequences, of which only sizes and groups are read."""
+
+    mesh_dim_names = ("dp_replicate", "sp", "tp")
+    sizes = {"dp_replicate": 2, "sp": 4, "tp": 1}
+
+    def __getitem__(self, name: str) -> Any:
+        return SimpleNamespace(size=lambda: self.sizes[name], get_group=lambda: name)
+
+
+def test_the_factor_of_a_mean_depends_on_whether_gradients_of_sequences_are_averaged() -> None:
+    averaged = ranks_of_sequences(Mesh(), replicas=8, size=8)
+    assert averaged == (("sp",), 4)
+    added = ranks_of_sequences(Mesh(), replicas=2, size=8)  # as DeepSpeed does
+    assert added == (("sp",), 1)
+    assert ranks_of_sequences(None, replicas=8, size=8) == ((), 1)

@@ -1,3 +1,4 @@
+from accelerate.strategies.axes import whole_losses as whole_losses
 from accelerate.strategies.axes.context import ContextAxis as ContextAxis, merge_shards as merge_shards
 from accelerate.strategies.axes.exchanged_attention import (
     sequence_parallel_attention as sequence_parallel_attention,
@@ -19,6 +20,7 @@ from accelerate.strategies.axes.sequences import (
     SequenceAxis as SequenceAxis,
     merge_sequences as merge_sequences,
 )
+from accelerate.strategies.axes.sharded_forwards import sequence_state as sequence_state
 from accelerate.strategies.axes.tensor import (
     TensorAxis as TensorAxis,
     check_divisible as check_divisible,
