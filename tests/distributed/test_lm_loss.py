@@ -368,3 +368,37 @@ def refuse_shift() -> str:
 @pytest.mark.skipif(is_torch_version("<", "2.13"), reason="context parallelism on the CPU is refused before")
 def test_shards_of_sequences_are_not_shifted(run: Run) -> None:
     assert all("pass shift=False" in message for message in run(refuse_shift, processes=2))
+
+
+def train_divided(mesh: dict[str, Any], reduction: Any) -> Any:
+    """Returns losses and weights of a model whose forward Ulysses divides, and which computes its loss."""
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**mesh) if mesh else None)
+
+    def loss_of(hidden: Tensor, head: nn.Module, labels: Tensor) -> Tensor:
+        if mesh:
+            return accelerator.lm_loss(hidden, head, labels, shift=False, reduction=reduction, slice_size=5)
+        logits = head(hidden).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels.flatten(), reduction=reduction)
+
+    torch.manual_seed(0)
+    model: Any = Model(False, loss_of)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for tokens, labels in batches(2):
+        labels[:, :3] = -100
+        items = (labels != -100).sum() if reduction == "sum" else None
+        with accelerator.accumulate(model, num_items=items):
+            loss = model(tokens, labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, state_of(accelerator, model)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_divided_forward_has_the_loss_of_whole_sequences(run: Run, reduction: str) -> None:
+    expected = run(train_divided, {}, reduction, processes=1)[0]
+    for found in run(train_divided, {"sp_size": 2, "sp_backend": "torch"}, reduction, processes=2):
+        compare(found, expected)
