@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property, partial
 from types import TracebackType
@@ -322,7 +322,7 @@ class LoaderWatch(WorkersObserver):
     def _reporter(self) -> HangReporter:
         return HangReporter(0, 1, self._environ)
 
-    def follow(self, iterator: Any) -> None:
+    def follow(self, iterator: Iterator[Any]) -> None:
         watch_iterator(iterator, self._limits, self._reporter)
 
 

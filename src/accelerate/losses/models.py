@@ -7,7 +7,7 @@ operations on logits, such as a soft cap, and the loss function of the model com
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -108,7 +108,7 @@ class ForwardWithoutLogits:
             output = self._forward(*args, **kwargs)
         return _without_logits(output, type(model).__name__)
 
-    def _has_labels(self, args: Any, kwargs: Any) -> bool:
+    def _has_labels(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         if not args:
             return kwargs.get("labels") is not None
         return self.__signature__.bind_partial(*args, **kwargs).arguments.get("labels") is not None
@@ -128,7 +128,7 @@ class LossWithoutLogits:
 
     def __call__(
         self,
-        logits: Any,
+        logits: object,
         labels: Tensor,
         vocab_size: int,
         num_items_in_batch: Any = None,
@@ -198,7 +198,7 @@ class DeferredLogits:
         """Returns the scale and the soft cap for `lm_loss`."""
         return (self.before * self.after, self.after) if self.has_tanh else (self.before, None)
 
-    def __mul__(self, factor: Any) -> DeferredLogits:
+    def __mul__(self, factor: object) -> DeferredLogits:
         if not isinstance(factor, (int, float)):
             raise _unsupported(f"multiplies logits by a {type(factor).__name__}")
         if self.has_tanh:
@@ -207,7 +207,7 @@ class DeferredLogits:
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: Any) -> DeferredLogits:
+    def __truediv__(self, divisor: object) -> DeferredLogits:
         if not isinstance(divisor, (int, float)):
             raise _unsupported(f"divides logits by a {type(divisor).__name__}")
         return self * (1 / divisor)
@@ -225,17 +225,17 @@ class DeferredLogits:
             return lambda *args, **kwargs: self
         raise _unsupported(f"uses the {name} of logits")
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         raise _unsupported("indexes logits")
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: object) -> Any:
         raise _unsupported("adds to logits")
 
     __radd__ = __sub__ = __add__
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+        cls, function: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: object = None
     ) -> Any:
         if function is torch.tanh:
             return args[0].tanh()

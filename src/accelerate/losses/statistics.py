@@ -213,7 +213,7 @@ def _gradient_of_logits(
     return result if vocabulary.scale == 1.0 else result.mul_(vocabulary.scale)
 
 
-def _combine(statistics: Sequence[Tensor], group: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _combine(statistics: Sequence[Tensor], group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the statistics over the entries of all ranks of a group, in one collective."""
     own = torch.stack(list(statistics))
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -222,7 +222,7 @@ def _combine(statistics: Sequence[Tensor], group: Any) -> tuple[Tensor, Tensor, 
     return target.sum(0), log_sum.logsumexp(0), total.sum(0)
 
 
-def _sum_over_ranks(gradient: Tensor, group: Any) -> Tensor:
+def _sum_over_ranks(gradient: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Returns the gradient by inputs that all ranks of a group have, as each rank has other entries."""
     if group is not None:
         dist.all_reduce(gradient, group=group)

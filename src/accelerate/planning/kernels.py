@@ -5,7 +5,7 @@ They depend on the processor and its library, so they are no part of a plan for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,11 @@ class KernelMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
         self.calls: dict[str, tuple[Any, Sequence[Any]]] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in KERNELS:
             described = [_describe(arg) for arg in args]
@@ -42,7 +46,7 @@ class KernelMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
     def watched(self, loss: Loss) -> Loss:
         """Returns a loss function whose forward is watched."""
 
-        def watched_loss(model: nn.Module, batch: Any) -> Tensor:
+        def watched_loss(model: nn.Module, batch: object) -> Tensor:
             with self:
                 return loss(model, batch)
 
@@ -53,15 +57,15 @@ class KernelMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
         return max((_workspace_of(func, described) for func, described in self.calls.values()), default=0)
 
 
-def _describe(argument: Any) -> Any:
+def _describe(argument: object) -> Any:
     """Returns the shape and the dtype of a tensor, or the argument itself."""
     return (argument.shape, argument.dtype) if isinstance(argument, Tensor) else argument
 
 
-def _workspace_of(func: Any, described: Sequence[Any]) -> int:
+def _workspace_of(func: Callable[..., Any], described: Sequence[Any]) -> int:
     """Returns the most bytes that a kernel allocates in forward or backward, beside its results."""
 
-    def allocate(argument: Any) -> Any:
+    def allocate(argument: object) -> Any:
         if not (isinstance(argument, tuple) and isinstance(argument[0], torch.Size)):
             return argument
         return torch.zeros(argument[0], dtype=argument[1], requires_grad=argument[1].is_floating_point)

@@ -199,7 +199,7 @@ def is_unit_of_fsdp2(module: nn.Module) -> bool:
 
 
 @contextmanager
-def kept_after_forward(unit: Any) -> Iterator[None]:
+def kept_after_forward(unit: object) -> Iterator[None]:
     """Keeps the parameters of a unit of FSDP 2 gathered after its forwards in the block, for the backward."""
     groups = _groups_of_unit(unit)
     kept = [group.post_forward_mesh_info for group in groups]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import nn
 
 comm_hooks: Callable[[Any], Sequence[Any]] = attrgetter("_comm_hooks")
 """Communication hooks of a DistributedDataParallel module, which torch registers but does not list."""
 
 
-def is_joining(replica: Any) -> bool:
+def is_joining(replica: nn.Module) -> bool:
     """Returns whether a replica is inside of torch's Join, which has no public attribute for it."""
     config = getattr(replica, "_join_config", None)
     return config is not None and bool(config.enable)
