@@ -259,19 +259,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Raises:
             StateError: The optimizer steps whole matrices, and the state dict has only those of another rank.
         """
-        for observe in self._observers.before_load:
-            observe(state_dict)
+        self._observers.before_load(state_dict)
         self.optimizer.load_state_dict(state_dict)
-        for observe in self._observers.after_load:
-            observe()
+        self._observers.after_load()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state dict of the inner optimizer, in its own format.
 
         With whole matrices it has the states of the matrices that this rank owns.
         """
-        for observe in self._observers.before_state_dict:
-            observe()
+        self._observers.before_state_dict()
         return self.optimizer.state_dict()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -320,19 +317,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         elif held is not None:
             self._complete()
         run, own, num_updates = self._run, self._observers, self.num_updates
-        for observe in run.before_step:
-            observe(self)
+        run.before_step(self)
         try:
-            for observe in own.before_step:
-                observe(self)
+            if own.all:
+                own.before_step(self)
             result = self._step(closure)
-            if self.num_updates != num_updates:
-                for observe in own.after_update:
-                    observe(self)
+            if own.all and self.num_updates != num_updates:
+                own.after_update(self)
             return result
         finally:
-            for observe in run.after_step:
-                observe(self, self.num_updates - num_updates)
+            run.after_step(self, self.num_updates - num_updates)
 
     def _wrap_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Returns a closure that ends the window, and returns the mean loss over all ranks."""

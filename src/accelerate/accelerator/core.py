@@ -280,8 +280,7 @@ class Accelerator(ProcessControl):
             layer.follow_parameters()
         if bundle.models:
             bundle.replace(kind.LOADER, lambda loader, _: strategy.transform_loader(loader, bundle.models[0]))
-        for observe in self._runtime.observers.prepared:
-            observe()
+        self._runtime.observers.prepared()
         return bundle.result()
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
@@ -584,8 +583,7 @@ class Accelerator(ProcessControl):
         """
         runtime, accumulation = self._runtime, self._accumulation
         observers = runtime.observers
-        for observe in observers.loss_computed:
-            observe(loss)
+        observers.loss_computed(loss)
         learning_rate = kwargs.pop("learning_rate", None) if kwargs else None
         if accumulation.trained:
             accumulation.begin_backward()
@@ -594,11 +592,9 @@ class Accelerator(ProcessControl):
         if runtime.prepared.stepping_in_backward:
             self._step_in_backward(loss, learning_rate, kwargs)
             return
-        for observe in observers.before_backward:
-            observe(loss, kwargs)
+        observers.before_backward(loss, kwargs)
         runtime.strategy.backward(loss, **kwargs)
-        for observe in observers.after_backward:
-            observe()
+        observers.after_backward()
         if accumulation.trained:
             accumulation.end_backward()
 
@@ -648,8 +644,7 @@ class Accelerator(ProcessControl):
             is_sum=accumulation.weighting is not None,
         )
         accumulation.end_backward()
-        for observe in self._runtime.observers.loss_computed:
-            observe(loss)
+        self._runtime.observers.loss_computed(loss)
         return loss
 
     @overload
@@ -830,8 +825,7 @@ class Accelerator(ProcessControl):
         parameters, scale = self._unscaled(parameters)
         norm = self._runtime.strategy.clip_grad_norm(parameters, max_norm * scale, norm_type)
         norm = norm if scale == 1 else norm / scale
-        for observe in self._runtime.observers.norm_computed:
-            observe(norm)
+        self._runtime.observers.norm_computed(norm)
         return norm
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
@@ -1147,8 +1141,7 @@ class Accelerator(ProcessControl):
                 Megatron-LM, XLA) keeps the weights itself.
         """
         average = accelerator.averaging.WeightAverage(self._runtime, model, decay, every, start, device)
-        for observe in self._runtime.observers.prepared:
-            observe()
+        self._runtime.observers.prepared()
         return average
 
     def plan_memory(
@@ -1261,8 +1254,7 @@ class Accelerator(ProcessControl):
         """
         with ExitStack() as ending:
             ending.callback(self._runtime.state.destroy_process_group)
-            for observe in self._runtime.observers.ended:
-                ending.callback(observe)
+            ending.callback(self._runtime.observers.ended)
             ending.callback(self._stop_requests.close)
             for sender in self._trackers.senders_of_running():
                 ending.callback(sender.finish)

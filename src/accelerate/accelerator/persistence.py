@@ -68,8 +68,7 @@ class RunCheckpoints:
 
     def save_state(self, output_dir: Folder | None, safe_serialization: bool, blocking: bool | None) -> Path:
         """Saves the state of the run, and returns the folder."""
-        for observe in self._runtime.observers.before_save:
-            observe()
+        self._runtime.observers.before_save()
         with step_clock.phase(SAVING):
             return self._save_state(output_dir, safe_serialization, blocking)
 
@@ -105,8 +104,7 @@ class RunCheckpoints:
     def wait(self) -> None:
         """Waits until the save in the background is committed, or raises its error."""
         with step_clock.phase(SAVING):
-            for observe in self._runtime.observers.awaited:
-                observe()
+            self._runtime.observers.awaited()
             self._runtime.checkpoints.background.wait()
 
     @progress_bar("Loading a checkpoint")
@@ -295,8 +293,7 @@ class RunCheckpoints:
         for model, order in zip(runtime.prepared.models, progress.gradient_order, strict=False):
             if runtime.prepared.optimizers and not source.resized:
                 runtime.strategy.state.adopt_gradient_order(model, order)
-        for observe in runtime.observers.loaded:
-            observe(step)
+        runtime.observers.loaded(step)
         number = checkpointing.retention.number_of(source.folder.name)
         if number is not None and project.automatic_checkpoint_naming:
             run = {} if source.manifest is None else source.manifest.run

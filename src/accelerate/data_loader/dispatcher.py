@@ -103,13 +103,11 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             yield from self._read_alone()
             return
         observers = run_observers()
-        for observe in observers.pass_begun:
-            observe(self)
+        observers.pass_begun(self)
         try:
             yield from self._own_parts(current_transport(), observers)
         finally:
-            for observe in observers.pass_ended:
-                observe(self)
+            observers.pass_ended(self)
 
     def _read_alone(self) -> Iterator[Any]:
         """Makes one pass that no other process reads."""
@@ -133,8 +131,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                 if is_first:
                     move, is_first = choose_move(self.device, self._non_blocking, batch.part), False
                 part = batch.part if move is None else move(batch.part)
-                for observe in observers.batch_read:
-                    observe(self.batch_rows or 0)
+                observers.batch_read(self.batch_rows or 0)
                 yield part
                 end_use(self, observers)
 

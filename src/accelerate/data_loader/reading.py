@@ -92,8 +92,7 @@ def yield_batches(
     full: int | None = None
     move: Callable[[Any], Any] | None = None
     observers, is_first = run_observers(), True
-    for observe in observers.pass_begun:
-        observe(loader)
+    observers.pass_begun(loader)
     try:
         for batch in batches:
             rows, is_last = ignorant_find_batch_size(batch), mark.is_last
@@ -124,28 +123,22 @@ def yield_batches(
             tracker.position = position
             if move is not None:
                 batch = move(batch)
-            for observe in observers.batch_read:
-                observe(rows or 0)
+            observers.batch_read(rows or 0)
             loader.latest_batch, loader.read_at = batch, perf_counter_ns()
             yield batch
             loader.latest_batch = None
-            for observe in observers.batch_used:
-                observe(loader)
-            for observe in observers.before_read:
-                observe()
+            observers.batch_used(loader)
+            observers.before_read()
             number += 1
     finally:
         loader.latest_batch = None
-        for observe in observers.pass_ended:
-            observe(loader)
+        observers.pass_ended(loader)
 
 
 def end_use(loader: Any, observers: Observers) -> None:
     """Ends the use of a batch of a loader that is read ahead, before the next one is read."""
-    for observe in observers.batch_used:
-        observe(loader)
-    for observe in observers.before_read:
-        observe()
+    observers.batch_used(loader)
+    observers.before_read()
 
 
 # Opening a pass
@@ -429,8 +422,7 @@ def choose_move(device: Any, non_blocking: bool, batch: Any) -> Callable[[Any], 
     observers = run_observers()
 
     def send(batch: Any) -> Any:
-        for observe in observers.before_move:
-            observe()
+        observers.before_move()
         return send_to_device(batch, device, non_blocking=non_blocking)
 
     return send

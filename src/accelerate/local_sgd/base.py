@@ -124,8 +124,7 @@ class LocalSGD:
         """Adds it to the objects that are saved with the run, in place of an earlier one of the model."""
         known = self.accelerator._runtime.prepared.local_sgd
         known[:] = [*(each for each in known if each.model is not self.model), self]
-        for observe in self.accelerator._runtime.observers.prepared:
-            observe()
+        self.accelerator._runtime.observers.prepared()
 
     def parts(self, index: int) -> list[Part]:
         """Returns the parts of a checkpoint with what differs between ranks.

@@ -250,14 +250,16 @@ class WeakReference:
         self.find = weakref.ref(state[0])
 
 
-Methods: TypeAlias = tuple[Callable[..., object], ...]
+Notify: TypeAlias = Callable[..., object]
+"""Function that calls the methods of all observers of an event."""
 
 
 class Observers:
-    """Methods of observers by event, which are chosen when an observer is added.
+    """Observers of a run or an optimizer, whose methods are called by one function for each event.
 
-    An observer has the methods that it needs. They are called in the order in which observers were added, but
-    those of `before_backward` in reverse order: later observers surround earlier ones.
+    An observer has the methods that it needs, which are chosen when it is added. They are called in the order
+    in which observers were added, but those of `before_backward` in reverse order: later observers surround
+    earlier ones.
 
     Args:
         observers: Observers to add.
@@ -287,30 +289,31 @@ class Observers:
         ended: Called without arguments at the end of training, before the process group is closed.
     """
 
-    pass_begun: Methods = ()
-    before_read: Methods = ()
-    before_move: Methods = ()
-    batch_read: Methods = ()
-    batch_used: Methods = ()
-    pass_ended: Methods = ()
-    loss_computed: Methods = ()
-    before_backward: Methods = ()
-    after_backward: Methods = ()
-    norm_computed: Methods = ()
-    before_step: Methods = ()
-    after_update: Methods = ()
-    after_step: Methods = ()
-    before_state_dict: Methods = ()
-    before_load: Methods = ()
-    after_load: Methods = ()
-    prepared: Methods = ()
-    before_save: Methods = ()
-    loaded: Methods = ()
-    awaited: Methods = ()
-    ended: Methods = ()
+    pass_begun: Notify = staticmethod(do_nothing)
+    before_read: Notify = staticmethod(do_nothing)
+    before_move: Notify = staticmethod(do_nothing)
+    batch_read: Notify = staticmethod(do_nothing)
+    batch_used: Notify = staticmethod(do_nothing)
+    pass_ended: Notify = staticmethod(do_nothing)
+    loss_computed: Notify = staticmethod(do_nothing)
+    before_backward: Notify = staticmethod(do_nothing)
+    after_backward: Notify = staticmethod(do_nothing)
+    norm_computed: Notify = staticmethod(do_nothing)
+    before_step: Notify = staticmethod(do_nothing)
+    after_update: Notify = staticmethod(do_nothing)
+    after_step: Notify = staticmethod(do_nothing)
+    before_state_dict: Notify = staticmethod(do_nothing)
+    before_load: Notify = staticmethod(do_nothing)
+    after_load: Notify = staticmethod(do_nothing)
+    prepared: Notify = staticmethod(do_nothing)
+    before_save: Notify = staticmethod(do_nothing)
+    loaded: Notify = staticmethod(do_nothing)
+    awaited: Notify = staticmethod(do_nothing)
+    ended: Notify = staticmethod(do_nothing)
 
     def __init__(self, observers: Iterable[Any] = ()) -> None:
         self.all: tuple[Any, ...] = ()
+        self._methods: dict[str, tuple[Notify, ...]] = {}
         for observer in observers:
             self.add(observer)
 
@@ -323,9 +326,10 @@ class Observers:
         self.all = (*self.all, observer)
         for event in _EVENTS:
             if (method := getattr(observer, event, None)) is not None:
-                methods = getattr(self, event)
+                methods = self._methods.get(event, ())
                 is_outer = event == "before_backward"
-                setattr(self, event, (method, *methods) if is_outer else (*methods, method))
+                self._methods[event] = (method, *methods) if is_outer else (*methods, method)
+                setattr(self, event, _caller_of(self._methods[event]))
 
     def put(self, observer: Any) -> None:
         """Adds an observer in place of an earlier one of its class."""
@@ -337,16 +341,16 @@ class Observers:
     def remove(self, observer: Any) -> None:
         """Ends the calls of an observer."""
         others = [each for each in self.all if each is not observer]
-        self.all = ()
+        self.all, self._methods = (), {}
         for event in _EVENTS:
-            setattr(self, event, ())
+            setattr(self, event, do_nothing)
         for other in others:
             self.add(other)
 
     @contextmanager
     def reading_ahead(self) -> Iterator[None]:
         """Returns a context for reads ahead of the loop, which has not used the batch before."""
-        kept, self.batch_used = self.batch_used, ()
+        kept, self.batch_used = self.batch_used, do_nothing
         try:
             yield
         finally:
@@ -354,6 +358,18 @@ class Observers:
 
 
 _EVENTS = tuple(Observers.__annotations__)
+
+
+def _caller_of(methods: tuple[Notify, ...]) -> Notify:
+    """Returns a function that calls methods in their order, or the only method."""
+    if len(methods) == 1:
+        return methods[0]
+
+    def call_all(*arguments: object) -> None:
+        for method in methods:
+            method(*arguments)
+
+    return call_all
 
 
 def run_observers() -> Observers:

@@ -31,10 +31,8 @@ class Inner:
 def call(observers: Observers, calls: list[str]) -> list[str]:
     """Returns the calls of one backward pass."""
     calls.clear()
-    for observe in observers.before_backward:
-        observe(None, {})
-    for observe in observers.after_backward:
-        observe()
+    observers.before_backward(None, {})
+    observers.after_backward()
     return list(calls)
 
 
@@ -46,7 +44,7 @@ def test_later_observers_surround_a_backward_pass_of_earlier_ones() -> None:
 
 def test_an_observer_is_called_only_at_the_events_that_it_has_methods_for() -> None:
     observers = Observers([Inner([], "one")])
-    assert observers.before_step == observers.batch_used == ()
+    assert observers.before_step is observers.batch_used is Observers().before_step
 
 
 def test_a_removed_or_replaced_observer_is_not_called() -> None:

@@ -154,13 +154,12 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         if self.gradient_state.sync_gradients:
             updates = self.num_updates
             step_clock.before_step(self)
-            for observe in self._observers.before_step:
-                observe(self)
+            self._observers.before_step(self)
             if self.run_step is not None:
                 self.run_step()
             self.num_updates += not self.step_was_skipped
-            for observe in self._observers.after_update if self.num_updates != updates else ():
-                observe(self)
+            if self.num_updates != updates:
+                self._observers.after_update(self)
             step_clock.after_step(self, self.num_updates - updates)
 
     @property
