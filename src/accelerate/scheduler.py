@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ ROUNDING = 1e-6
 
 # `map` with an attrgetter runs no bytecode for each optimizer.
 _progress = attrgetter("num_updates", "last_pass", "step_was_skipped")
+_transposed = partial(zip, strict=True)
 _NO_OPTIMIZERS: list[tuple[Any, ...]] = [(), (), ()]
 
 StepPolicy = Literal["per_update"] | bool
@@ -150,8 +152,9 @@ class AcceleratedScheduler:
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
-        updates, passes, skipped = list(zip(*map(_progress, self.optimizers), strict=False)) or _NO_OPTIMIZERS
-        is_by_epoch, is_due = False, self.gradient_state.sync_gradients
+        updates, passes, skipped = list(_transposed(*map(_progress, self.optimizers))) or _NO_OPTIMIZERS
+        is_by_epoch = False
+        is_due = self.gradient_state.sync_gradients
         if passes != self._passes_at_call or sum(updates) > sum(self.updates_at_call) + 1 or True in skipped:
             is_by_epoch = self._is_by_epoch(skipped)
             is_due = is_by_epoch or (is_due and True not in skipped)

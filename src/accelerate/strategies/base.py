@@ -273,8 +273,8 @@ class Strategy:
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Computes the gradients of a loss, which is scaled for gradient accumulation already."""
-        if (scale := self.precision.scale_loss) is not None:
-            loss = scale(loss)
+        if self.precision.scale_loss is not None:
+            loss = self.precision.scale_loss(loss)
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         if self.layers and self.context.gradients.sync_gradients:
             for layer in self.layers:
