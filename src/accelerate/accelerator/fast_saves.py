@@ -1,7 +1,7 @@
 """Recent checkpoints of a run, which are saved after every few optimizer steps and loaded first.
 
-`FastSaves` is an observer of the run. A prepared loader calls `batch_used` before it reads the next batch, so
-the whole body of the loop has run, as if it ended with `save_state()`.
+`FastSaves` is an observer of the run. A prepared loader calls `before_read` before it reads the next batch,
+so the whole body of the loop has run, as if it ended with `save_state()`.
 """
 
 from __future__ import annotations
@@ -99,13 +99,15 @@ class FastSaves:
         """Forgets a pass."""
         self._begun.pop(id(loader), None)
 
-    def batch_used(self, loader: Any) -> None:
+    def before_read(self, loader: Any) -> None:
         """Saves a generation if enough optimizer steps were taken since the last one.
 
         None is saved in a pass without steps, such as an evaluation in the body of another loop, while ranks
         may have different numbers of batches (`join_uneven_inputs`), while a model has averages in place of
         its weights, and where no gradients are computed.
         """
+        if self._runtime.observers.is_ahead:
+            return
         every, updates = self._project.fast_every, self._num_updates()
         prepared = self._runtime.prepared
         is_joined = any(optimizer.is_joined for optimizer in prepared.optimizers)

@@ -127,8 +127,7 @@ def yield_batches(
             loader.latest_batch, loader.read_at = batch, perf_counter_ns()
             yield batch
             loader.latest_batch = None
-            observers.batch_used(loader)
-            observers.before_read()
+            observers.before_read(loader)
             number += 1
     finally:
         loader.latest_batch = None
@@ -137,8 +136,7 @@ def yield_batches(
 
 def end_use(loader: Any, observers: Observers) -> None:
     """Ends the use of a batch of a loader that is read ahead, before the next one is read."""
-    observers.batch_used(loader)
-    observers.before_read()
+    observers.before_read(loader)
 
 
 # Opening a pass

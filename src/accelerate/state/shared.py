@@ -266,11 +266,12 @@ class Observers:
 
     Attributes:
         all: The observers.
+        is_ahead: True while loaders read ahead of the loop, which has not used the batch before.
         pass_begun: Called with a loader at the beginning of a pass over it.
-        before_read: Called without arguments before a loader reads a batch.
+        before_read: Called with a loader before it reads the next batch, in the thread of the loop. The loop
+            has used the batch before, unless `is_ahead`.
         before_move: Called without arguments before a batch is moved to a device.
         batch_read: Called with the number of rows of a batch before the loop gets it.
-        batch_used: Called with a loader when the loop has used a batch, in the thread of the loop.
         pass_ended: Called with a loader at the end of a pass over it.
         loss_computed: Called with the loss of a micro-batch.
         before_backward: Called with the scaled loss and the keyword arguments of a backward pass.
@@ -293,7 +294,6 @@ class Observers:
     before_read: Notify = staticmethod(do_nothing)
     before_move: Notify = staticmethod(do_nothing)
     batch_read: Notify = staticmethod(do_nothing)
-    batch_used: Notify = staticmethod(do_nothing)
     pass_ended: Notify = staticmethod(do_nothing)
     loss_computed: Notify = staticmethod(do_nothing)
     before_backward: Notify = staticmethod(do_nothing)
@@ -313,6 +313,7 @@ class Observers:
 
     def __init__(self, observers: Iterable[Any] = ()) -> None:
         self.all: tuple[Any, ...] = ()
+        self.is_ahead = False
         self._methods: dict[str, tuple[Notify, ...]] = {}
         for observer in observers:
             self.add(observer)
@@ -350,11 +351,11 @@ class Observers:
     @contextmanager
     def reading_ahead(self) -> Iterator[None]:
         """Returns a context for reads ahead of the loop, which has not used the batch before."""
-        kept, self.batch_used = self.batch_used, do_nothing
+        before, self.is_ahead = self.is_ahead, True
         try:
             yield
         finally:
-            self.batch_used = kept
+            self.is_ahead = before
 
 
 _EVENTS = tuple(Observers.__annotations__)
