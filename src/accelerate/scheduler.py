@@ -153,18 +153,19 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
             return
         updates, passes, skipped = list(_transposed(*map(_progress, self.optimizers))) or _NO_OPTIMIZERS
-        is_by_epoch = False
+        steps = self.steps_per_update
         is_due = self.gradient_state.sync_gradients
         if passes != self._passes_at_call or sum(updates) > sum(self.updates_at_call) + 1 or True in skipped:
-            is_by_epoch = self._is_by_epoch(skipped)
-            is_due = is_by_epoch or (is_due and True not in skipped)
+            if self._is_by_epoch(skipped):
+                steps, is_due = 1, True
+            elif True in skipped:
+                is_due = False
         self.updates_at_call, self._passes_at_call = updates, passes
         if (args or kwargs) and any(value is not None for value in (*args, *kwargs.values())):
             self.scheduler.step(*args, **kwargs)
             return
         if not is_due:
             return
-        steps = 1 if is_by_epoch else self.steps_per_update
         if steps > 1:
             self._end_warning.check(self.scheduler, self.optimizers, steps)
         for _ in range(steps):
