@@ -114,7 +114,9 @@ def read_head(head: nn.Module | Tensor) -> Head:
     if lora is None:
         return Head(_checked(inner), units=tuple(units))
     layer, adapters = lora
-    parts = [getattr(inner, "lora_B"), layer, *(adapter.up for adapter in adapters)]  # noqa: B009
+    _check_hooks(inner)
+    ups = [_checked(adapter.up) for adapter in adapters]
+    parts: list[nn.Module] = [getattr(inner, "lora_B"), layer, *ups]  # noqa: B009
     units += [(part, part) for part in parts if torch_private.is_unit_of_fsdp2(part)]
     casts_inputs = getattr(inner, "cast_input_dtype_enabled", True)
     return Head(_checked(layer), None, tuple(adapters), tuple(units), casts_inputs)
@@ -155,6 +157,8 @@ def _lora_of(module: nn.Module) -> tuple[nn.Module, list[Adapter]] | None:
     is_linear = isinstance(module, peft.tuners.lora.layer.Linear)
     if not is_linear or type(lora).forward is not peft.tuners.lora.layer.Linear.forward:
         raise _not_linear(module, f"{type(module).__name__} of peft is not the LoRA of a linear layer")
+    if lora.disable_adapters and lora.merged:
+        lora.unmerge()  # as its forward does
     if lora.merged or lora.disable_adapters:
         return lora.base_layer, []
     names = [name for name in lora.active_adapters if name in lora.lora_A]
@@ -172,11 +176,16 @@ def _checked(layer: nn.Module) -> nn.Module:
     kinds = [kind for kind in (nn.Linear, nn.Embedding) if isinstance(layer, kind)]
     if not kinds or type(layer).forward is not kinds[0].forward or "forward" in vars(layer):
         raise _not_linear(layer, f"{type(layer).__name__} has a forward of its own")
-    hooks = (getattr(hook, "func", hook) for hook in torch_private.forward_hooks(layer))
+    _check_hooks(layer)
+    return layer
+
+
+def _check_hooks(module: nn.Module) -> None:
+    """Raises an error for hooks that may change the outputs of a module whose forward is not called."""
+    hooks = (getattr(hook, "func", hook) for hook in torch_private.forward_hooks(module))
     names = {str(getattr(hook, "__module__", type(hook).__module__)) for hook in hooks}
     if others := [name for name in names if not f"{name}.".startswith(KNOWN_HOOKS)]:
-        raise _not_linear(layer, f"it has a forward hook of {others[0]}, which lm_loss does not call")
-    return layer
+        raise _not_linear(module, f"it has a forward hook of {others[0]}, which lm_loss does not call")
 
 
 def _not_linear(head: object, reason: str) -> ValueError:
@@ -246,6 +255,8 @@ def matrices_of(head: Head, hidden: Tensor) -> Matrices:
 
 def _local_rows(parameter: Any, head: Head) -> tuple[Tensor, int, Any]:
     """Returns the rows of a weight on this rank, the index of the first one, and the group of all rows."""
+    if hasattr(parameter, "__tensor_flatten__") and not is_dtensor(parameter):
+        raise _not_linear(head.layer, f"a weight is a {type(parameter).__name__}, such as a quantized one")
     if not is_dtensor(parameter):
         is_whole = parameter.ndim and parameter.shape[0] == head.vocabulary_size
         if not is_whole:

@@ -72,6 +72,14 @@ def test_a_forward_hook_that_would_not_run_is_an_error() -> None:
         lm_loss(torch.zeros(6, FEATURES), head, LABELS, shift=False)
 
 
+def test_a_quantized_weight_is_an_error() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    head = nn.Linear(FEATURES, VOCABULARY)
+    quantization.quantize_(head, quantization.Int8WeightOnlyConfig())
+    with pytest.raises(ConfigurationError, match="such as a quantized one"):
+        lm_loss(torch.zeros(6, FEATURES), head, LABELS, shift=False)
+
+
 @pytest.fixture
 def peft() -> Any:
     return pytest.importorskip("peft")
@@ -90,6 +98,11 @@ def test_lora_on_the_head_trains_its_adapters(peft: Any, bias: bool) -> None:
     model.eval()
     model.merge_adapter()
     compare(head, head, [])
+    model.disable_adapter_layers()
+    compare(head, head, [])
+    head.register_forward_hook(lambda module, args, output: output.tanh())
+    with pytest.raises(ConfigurationError, match="forward hook of tests"):
+        lm_loss(torch.zeros(6, FEATURES), head, LABELS, shift=False)
 
 
 def test_a_saved_head_of_peft_trains_its_copy(peft: Any) -> None:
