@@ -58,7 +58,7 @@ def planner(size: str) -> planning.Planner:
     precision = MixedPrecision("bf16", "cpu")
     return planning.Planner(
         planning.tracer_of(
-            step, precision, precision, strategies.recompute, share_experts=strategies.trace_share
+            step, precision, precision, strategies.recompute_in_trace, share_experts=strategies.trace_share
         )
     )
 

@@ -40,6 +40,7 @@ PARTS: tuple[Part, ...] = (
     Part("out_of_memory", ".memory:retry_smaller_batches", 60),
     Part("memory_snapshot", ".memory:write_snapshot", 60),
     Part("peak_memory", ".memory:compare_peak_with_estimate", 90, alone=True),
+    Part("activation_offload", ".activations:compare_offload", 120, alone=True),
     Part("loaders", ".loading:read_batches", 90, alone=True),
     Part("checkpoints", ".checkpoints:save_and_restore", 120, alone=True),
     Part("recent_checkpoints", ".checkpoints:keep_recent", 120, alone=True),

@@ -15,6 +15,7 @@ from torch import nn
 from accelerate import planning, strategies
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import StateError
+from accelerate.devices import of_device
 from accelerate.wrappers import extract_model_from_parallel
 
 
@@ -55,7 +56,13 @@ def plan_memory(
         choice = strategies.choose_for_step(strategy, step, policy)
         policy = strategies.chosen_policy(*choice, policy, type(step.model).__name__)
     checkpoints = layout.checkpointing or policy is not None
-    layout = replace(layout, accumulation=runtime.gradient_state.num_steps, checkpointing=checkpoints)
+    offloads = policy is not None and policy.offload and not of_device(device).is_host
+    layout = replace(
+        layout,
+        accumulation=runtime.gradient_state.num_steps,
+        checkpointing=checkpoints,
+        offload_activations=layout.offload_activations or offloads,
+    )
     planner = planning.Planner(strategies.tracer_for(strategy, step, policy))
     summary = policy.summary if policy is not None else "every block" if checkpoints else "nothing"
     plan = planning.build_plan(planner, layout, planning.batch_size_of(batch), summary)

@@ -65,6 +65,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"Dtype of the trained parameters: {', '.join(PARAMETER_DTYPES)}.",
     )
     add("--gradient_checkpointing", action="store_true", help="Recompute activations of blocks in backward.")
+    add("--offload_activations", action="store_true", help="Offload the inputs of blocks that recompute.")
     add("--gradient_accumulation_steps", type=int, default=1, metavar="N", help="Passes for each step.")
     add("--tp_size", type=int, default=1, metavar="N", help="Tensor-parallel size.")
     add("--ep_size", type=int, default=1, metavar="N", help="Expert-parallel size.")
@@ -97,6 +98,7 @@ DEFAULTS = {
     "mixed_precision": "no",
     "parameter_dtype": "float32",
     "gradient_checkpointing": False,
+    "offload_activations": False,
     "gradient_accumulation_steps": 1,
     "tp_size": 1,
     "ep_size": 1,
@@ -163,6 +165,7 @@ def _layout(args: argparse.Namespace, count: int) -> Layout:
         args.gradient_accumulation_steps,
         stages=args.pp_size,
         expert_parallel=args.ep_size,
+        offload_activations=args.offload_activations,
     )
 
 
@@ -193,7 +196,11 @@ def _planner(args: argparse.Namespace, trained: TrainedModel) -> Planner:
     )
     autocast = MixedPrecision(args.mixed_precision, "cpu") if args.mixed_precision != "no" else None
     trace = planning.tracer_of(
-        step, autocast or Precision(), autocast, strategies.recompute, share_experts=strategies.trace_share
+        step,
+        autocast or Precision(),
+        autocast,
+        strategies.recompute_in_trace,
+        share_experts=strategies.trace_share,
     )
 
     def trace_with_state(variant: planning.Variant) -> planning.Trace:

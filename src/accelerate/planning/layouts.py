@@ -63,7 +63,8 @@ class Layout:
     `expert_parallel` ranks have different experts, and `stages` ranks have different layers. The number of
     devices is the product. Ranks with different experts have different batches, and also shard the parameters
     outside of experts. A pipeline splits a batch into `microbatches`, and its schedule is 1F1B. Of the
-    `shards`, groups of `sequence_parallel` ranks have parts of the sequences of one batch.
+    `shards`, groups of `sequence_parallel` ranks have parts of the sequences of one batch. The inputs of
+    recomputed blocks are in host memory with `offload_activations`.
     """
 
     sharding: str = "none"
@@ -76,9 +77,13 @@ class Layout:
     microbatches: int = 8
     expert_parallel: int = 1
     sequence_parallel: int = 1
+    offload_activations: bool = False
 
     def __post_init__(self) -> None:
         row = SHARDINGS[self.sharding]
+        if self.offload_activations and not self.checkpointing:
+            reason = "only the inputs of recomputed blocks are offloaded"
+            raise wrong_value("offload_activations", True, reason, "Recompute blocks, too")
         counts: tuple[str, ...] = (
             "shards",
             "tensor_parallel",
@@ -110,6 +115,7 @@ class Layout:
         parts += [f"tp {self.tensor_parallel}"] * (self.tensor_parallel > 1)
         parts += [f"offload {self.offload}"] * (self.offload != "none")
         parts += ["checkpointing"] * self.checkpointing
+        parts += ["offload activations"] * self.offload_activations
         return " + ".join(parts)
 
     @property
@@ -287,11 +293,12 @@ def least_bytes(model: Trace, layout: Layout) -> float:
 
 def host_bytes(trace: Trace, layout: Layout) -> float:
     """Returns the bytes that each rank offloads to host memory."""
+    activations = trace.offloaded * _activation_fraction(trace, layout) * layout.offload_activations
     if layout.offload == "none":
-        return 0
+        return activations
     on_device = _shard_moment(trace.step[0], trace, replace(layout, offload="none"), is_step=True)
     offloaded = on_device.parameters + on_device.gradients if layout.offload == "all" else 0
-    return on_device.optimizer + offloaded
+    return on_device.optimizer + offloaded + activations
 
 
 def communication_of(trace: Trace, layout: Layout) -> float:
@@ -343,6 +350,7 @@ def candidate_layouts(
     # With more stages than micro-batches, ranks wait most of the time.
     most_stages = min(_num_blocks(trace), Layout.microbatches)
     divisors = [divisor for divisor in range(1, devices + 1) if devices % divisor == 0]
+    recomputations = [(False, False), (True, False), *([(True, True)] if offload else [])]
     for stages, degree, experts in itertools.product(divisors, repeat=3):
         shards, rest = divmod(devices, stages * degree * experts)
         if rest or stages > most_stages or degree > LARGEST_TENSOR_PARALLEL:
@@ -362,7 +370,7 @@ def candidate_layouts(
                 continue  # a pipeline keeps the units of its stage gathered in any case
             kinds = [kind for kind, fits in (("optimizer", row.has_masters), ("all", row.weights)) if fits]
             for kind in ["none", *(kinds if offload and stages == 1 else [])]:
-                for checkpointing in (False, True):
+                for checkpointing, offloads in recomputations:
                     yield Layout(
                         name,
                         shards,
@@ -372,6 +380,7 @@ def candidate_layouts(
                         accumulation,
                         stages=stages,
                         expert_parallel=experts,
+                        offload_activations=offloads,
                     )
 
 

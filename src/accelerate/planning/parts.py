@@ -53,6 +53,7 @@ class Trace:
     experts: int = 0  # bytes of the parameters of experts
     trained_experts: int = 0  # bytes of those that require gradients
     experts_in_block: int = 0  # bytes of the parameters of experts in a block
+    offloaded: int = 0  # largest bytes of activations in host memory
     dispatched: int = 0  # bytes of the hidden states of all layers, once for each chosen expert
 
     @property

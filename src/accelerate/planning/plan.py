@@ -51,6 +51,7 @@ class Variant(NamedTuple):
     is_sharded: bool
     accumulates: bool
     expert_parallel: int = 1
+    offloads_activations: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,8 @@ class Planner:
     def trace_of(self, layout: Layout, batch_size: int) -> Trace:
         """Returns the trace that the memory of a layout is computed from."""
         is_sharded, accumulates = layout.is_sharded, layout.accumulation > 1
-        return self.trace(
-            Variant(batch_size, layout.checkpointing, is_sharded, accumulates, layout.expert_parallel)
-        )
+        passes = (batch_size, layout.checkpointing, is_sharded, accumulates)
+        return self.trace(Variant(*passes, layout.expert_parallel, layout.offload_activations))
 
     def memory(self, layout: Layout, batch_size: int) -> Parts:
         """Returns the bytes of each part on each device at the peak."""
@@ -110,7 +110,7 @@ class Planner:
         model = self.trace_of(replace(layout, expert_parallel=1), batch_size)
         fits: dict[Layout, FittingLayout] = {}
         for candidate in candidate_layouts(devices, model, accumulation=layout.accumulation):
-            kind = replace(candidate, offload="none", checkpointing=False)
+            kind = replace(candidate, offload="none", checkpointing=False, offload_activations=False)
             is_needless = candidate.stages > 1 and any(
                 fit.layout.stages == 1 and fit.layout.offload == "none" for fit in fits.values()
             )
@@ -186,6 +186,11 @@ class MemoryPlan:
     workspace: int = 0
 
     @property
+    def host(self) -> int:
+        """Bytes that each rank keeps in host memory."""
+        return round(host_bytes(self.planner.trace_of(self.layout, self.batch_size), self.layout))
+
+    @property
     def peak(self) -> int:
         """Bytes on each device at the peak."""
         return self.parts.as_dict()["total"]
@@ -219,12 +224,11 @@ class MemoryPlan:
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan as values for JSON, with exact bytes."""
         names = [field.name for field in fields(self.layout)]
-        host = round(host_bytes(self.planner.trace_of(self.layout, self.batch_size), self.layout))
         return {
             "batch_size": self.batch_size,
             "layout": {"name": self.layout.name, **{name: getattr(self.layout, name) for name in names}},
             "device_bytes": self.parts.as_dict(),
-            "host_bytes": host,
+            "host_bytes": self.host,
         }
 
     def __str__(self) -> str:
@@ -234,6 +238,8 @@ class MemoryPlan:
         if self.workspace:
             size = convert_bytes(self.workspace)
             lines.append(f"not included: {size} for the largest workspace of a kernel of this CPU (measured)")
+        if self.layout.offload_activations:
+            lines.append(f"inputs of recomputed blocks: offloaded, {convert_bytes(self.host)} on the host")
         return "\n".join(lines)
 
 

@@ -290,6 +290,7 @@ class _Moments:
 
     def __init__(self, tracker: object, operators: OperatorMode, device: torch.device) -> None:
         self.tracker, self.operators, self.device = tracker, operators, device
+        self.offloaded = 0
         self.names: list[int] = []
         self.sizes: list[list[float]] = []
         torch_private.record_moments(tracker, self.add)
@@ -303,6 +304,8 @@ class _Moments:
         ]
 
     def add(self) -> None:
+        on_host = torch_private.tracked_bytes(self.tracker).get(HOST, {})
+        self.offloaded = max(self.offloaded, sum(on_host.get(name, 0) for name in TRACKER_NAMES.values()))
         self.names.append(id(self.operators.current))
         self.sizes.append(self.now())
 
@@ -380,6 +383,7 @@ def _run(step: Step, tracker: Any, operators: OperatorMode, master_ratio: float)
         ),
         "experts_in_block": max(in_blocks, default=0),
         "dispatched": sum(dispatched.values()),
+        "offloaded": moments.offloaded,
         "master_ratio": master_ratio,
     }
     # Optimizer state that does not exist after the step is counted as temporary.
@@ -416,4 +420,6 @@ TRACKER_NAMES = {
     "inputs": "Other",
 }
 """Part -> name of the part in torch's memory tracker."""
+HOST = torch.device("meta")
+"""Device of tensors that a trace offloads, as the device of the run may be the CPU."""
 STATE = COLUMNS.index("optimizer")

@@ -23,7 +23,7 @@ from accelerate.precision import MixedPrecision, Precision
 
 logger = logging.getLogger(__name__)
 
-Recompute = Callable[[nn.Module, Sequence[nn.Module]], None]
+Recompute = Callable[[nn.Module, Sequence[nn.Module], bool], None]
 Share = Callable[[nn.Module, int], None]
 TOLERANCE = 1e-4
 """Allowed difference between a step with more blocks and its extrapolation, relative to its bytes."""
@@ -44,7 +44,8 @@ def tracer_of(
         step: Step as the user passed it.
         precision: Mixed precision of layouts without sharding.
         autocast: Mixed precision of layouts that cast parameters once. None in full precision.
-        recompute: Function that applies activation checkpointing to blocks of a model, in place.
+        recompute: Function that applies activation checkpointing to blocks of a model, in place. The last
+            argument is whether their inputs are offloaded.
         share_experts: Function that reduces a module of experts to those of one of a number of ranks, in
             place. None if no variant has expert parallelism.
         extrapolates: Whether few of the repeated blocks are traced. False if `recompute` does not treat all
@@ -66,7 +67,7 @@ def tracer_of(
                 share_experts(module, variant.expert_parallel)
             if variant.checkpointing:
                 disable_caches(model)
-                recompute(model, blocks_of(model))
+                recompute(model, blocks_of(model), variant.offloads_activations)
             return (low or precision).convert(model)
 
         return tracer.trace(

@@ -30,7 +30,9 @@ class ActivationCheckpointing(KwargsHandler):
             For the first training batch of a model the first policy that fits is chosen, of these: recompute
             nothing, all but the outputs of "matmul", one block, more blocks, all blocks. It excludes `every`,
             `save_operators` and `offload`.
-        offload: Whether the inputs of recomputed blocks are kept in host memory.
+        offload: Whether the inputs of recomputed blocks are kept in pinned host memory. They are copied on a
+            side stream while blocks compute, and copied back one block ahead in the backward pass. Without
+            effect on the CPU.
 
     Raises:
         ConfigurationError: A value is wrong, or values exclude each other.

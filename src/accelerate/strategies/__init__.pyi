@@ -42,7 +42,7 @@ from accelerate.strategies.recomputation import (
     choose_for_step as choose_for_step,
     chosen_policy as chosen_policy,
     keep_activations as keep_activations,
-    recompute as recompute,
+    recompute_in_trace as recompute_in_trace,
     tracer_for as tracer_for,
 )
 from accelerate.strategies.request import Context as Context, RunRequest as RunRequest

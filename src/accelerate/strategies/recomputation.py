@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, noop_context_fn
 
 from accelerate import planning, torch_private
@@ -28,13 +27,13 @@ from accelerate.base import (
     convert_file_size_to_int,
     wrong_value,
 )
-from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.nested import iterate_tensors, recursively_apply
 from accelerate.ops import current_transport, is_dtensor
 from accelerate.planning import Policy
 from accelerate.plugins import ActivationCheckpointing
 from accelerate.precision import MixedPrecision
+from accelerate.strategies.activation_offload import ActivationOffload, TracedTransfer, offload_to_host
 from accelerate.strategies.layer import Layer, WeakStrategy
 from accelerate.strategies.module_state import MAX_COPIED, ModuleState
 from accelerate.strategies.request import Context
@@ -76,7 +75,9 @@ class RecomputedForward:
     can be pickled and copied with the module.
     """
 
-    def __init__(self, module: nn.Module, save_operators: Any = None, offload: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, save_operators: Any = None, offload: ActivationOffload | None = None
+    ) -> None:
         self.module = module
         self.inner: Callable[..., Any] | None = module.__dict__.get("forward")
         self.offload = offload
@@ -92,12 +93,11 @@ class RecomputedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
+        if self.offload is not None:
+            return self.offload.checkpoint(self.run, args, kwargs, self._options_with_state)
         # A graph has no code before and after a recomputation, which only buffers need in it.
         is_plain = torch.compiler.is_compiling() and next(self.module.buffers(), None) is None
         options = self.options if is_plain else self._options_with_state((args, kwargs))
-        if self.offload:
-            with save_on_cpu(pin_memory=True):
-                return checkpoint(self.run, *args, **options, **kwargs)
         return checkpoint(self.run, *args, **options, **kwargs)
 
     def _options_with_state(self, inputs: Any) -> dict[str, Any]:
@@ -257,13 +257,20 @@ def _overloads_of_products() -> frozenset[Any]:
 def recompute(
     model: nn.Module,
     blocks: Iterable[nn.Module],
-    offload: bool = False,
+    offload: ActivationOffload | None = None,
     save_operators: Any = None,
     parallelism: ParallelismConfig | None = None,
 ) -> None:
     """Applies activation checkpointing to modules inside a model, in place.
 
     With expert parallelism the choice of experts is saved.
+
+    Args:
+        model: The model.
+        blocks: Modules that are recomputed.
+        offload: Offloads the inputs of the blocks.
+        save_operators: Operators whose outputs are kept.
+        parallelism: Parallelism of the run.
     """
     if parallelism is not None and parallelism.ep_enabled and save_operators != "matmul":
         save_operators = (*(save_operators or ()), *ROUTING)
@@ -272,6 +279,18 @@ def recompute(
     for block in map(torch_private.uncompiled, blocks):
         if not isinstance(block.__dict__.get("forward"), RecomputedForward):
             block.__dict__["forward"] = RecomputedForward(block, save_operators, offload)
+
+
+def recompute_in_trace(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    offloads: bool = False,
+    save_operators: Any = None,
+    parallelism: ParallelismConfig | None = None,
+) -> None:
+    """Applies activation checkpointing to modules inside a model that is traced, in place."""
+    offload = ActivationOffload(TracedTransfer) if offloads else None
+    recompute(model, blocks, offload, save_operators, parallelism)
 
 
 def keep_activations(model: nn.Module) -> nn.Module:
@@ -305,8 +324,7 @@ def apply_policy(
     policy: ActivationCheckpointing, model: nn.Module, blocks: Sequence[nn.Module], context: Context
 ) -> None:
     """Applies a policy without a budget to the blocks of a model, in place."""
-    # activations on the CPU need no offloading
-    offload = policy.offload and not of_device(context.device).is_host
+    offload = offload_to_host(model, context.device) if policy.offload else None
     parallelism = context.request.parallelism
     recompute(model, blocks[:: policy.every], offload, policy.save_operators, parallelism)
 
@@ -334,11 +352,12 @@ def tracer_for(
     handler = parallelism.ep_handler if parallelism is not None else None
     is_experts = handler.is_experts if handler is not None else None
 
-    def apply(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    def apply(model: nn.Module, blocks: Sequence[nn.Module], offloads: bool) -> None:
         if policy is not None:
             blocks = find_blocks(model, policy.blocks)
             blocks = blocks[:: policy.every]
-        recompute(model, blocks, save_operators=policy and policy.save_operators, parallelism=parallelism)
+        operators = policy and policy.save_operators
+        recompute_in_trace(model, blocks, offloads, operators, parallelism)
 
     return planning.tracer_of(
         replace(step, find_experts=partial(list_experts, is_experts=is_experts)),

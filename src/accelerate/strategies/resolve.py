@@ -29,6 +29,8 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
     mesh = request.parallelism
     if request.activations is not None:
         _check_activations(request, hardware)
+    if request.dynamo.backend != DynamoBackend.NO:
+        _check_compilation(request)
     if request.megatron is not None:
         _check_megatron(request, hardware)
         return megatron.MegatronLM
@@ -71,6 +73,19 @@ def _check_activations(request: RunRequest, hardware: str) -> None:
     if other := next((name for name, is_set in fixes.items() if is_set), None):
         reason = f"{other} recomputes activations in this run"
         raise wrong_value("kwargs_handlers", "ActivationCheckpointing", reason, "Use one of them")
+
+
+def _check_compilation(request: RunRequest) -> None:
+    """Raises an error for a compiled run that offloads activations."""
+    activations, plugin = request.activations, request.fsdp
+    if activations is not None and activations.offload:
+        name = "offload"
+    elif plugin is not None and plugin.activation_checkpointing_offload:
+        name = "activation_checkpointing_offload"
+    else:
+        return
+    reason = "a compiled block has no copies on a side stream"
+    raise wrong_value(name, True, reason, 'Leave it out, or set dynamo_backend="no"')
 
 
 def _check_deepspeed(request: RunRequest, hardware: str) -> None:

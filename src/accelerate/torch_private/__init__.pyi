@@ -37,10 +37,12 @@ from accelerate.torch_private.fsdp import (
 from accelerate.torch_private.gradients import (
     comm_hooks as comm_hooks,
     ddp_statistics as ddp_statistics,
+    base_of as base_of,
     in_place_version as in_place_version,
     in_place_versions as in_place_versions,
     is_joining as is_joining,
     is_view as is_view,
+    version_counter as version_counter,
 )
 from accelerate.torch_private.loaders import (
     WAIT_FOR_BATCH as WAIT_FOR_BATCH,
@@ -121,6 +123,7 @@ from accelerate.torch_private.tracing import (
     skip_frozen_gradients as skip_frozen_gradients,
     storage_id as storage_id,
     tracked_bytes as tracked_bytes,
+    weak_storage as weak_storage,
 )
 
 def __getattr__(name: str) -> Any: ...

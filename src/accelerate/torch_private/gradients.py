@@ -35,6 +35,18 @@ def in_place_versions(tensors: Sequence[Tensor | None]) -> list[int]:
     return [0 if tensor is None else tensor._version for tensor in tensors]
 
 
+def version_counter(tensor: Tensor) -> Tensor:
+    """Returns an empty tensor that counts changes of another one in place, without its memory."""
+    counter = tensor.detach()
+    counter.data = tensor.new_empty(0)
+    return counter
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """Returns the tensor that a tensor is a view of, or the tensor itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def is_view(tensor: Tensor) -> bool:
     """Returns whether a tensor is a view of another one."""
     return tensor._is_view()

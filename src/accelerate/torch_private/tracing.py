@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SelectiveCheckpointContext, create_selective_checkpoint_contexts
 from torch.utils.hooks import RemovableHandle
@@ -146,6 +147,11 @@ def call_with(func: Any, arguments: Mapping[str, Any]) -> Any:
 def storage_id(tensor: Tensor) -> int:
     """Returns a number that the tensors of one storage share, as long as it exists."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def weak_storage(tensor: Tensor) -> StorageWeakRef:
+    """Returns a weak reference to the storage of a tensor, whose `storage_id` is not reused before it."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 class _Outputs(TorchDispatchMode):

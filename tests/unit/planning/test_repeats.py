@@ -69,10 +69,10 @@ def compare(
     def convert(model: nn.Module) -> nn.Module:
         if checkpointing:
             disable_caches(model)
-            strategies.recompute(model, blocks_of(model))
+            strategies.recompute_in_trace(model, blocks_of(model))
         return model
 
-    trace = tracer_of(step, Precision(), None, strategies.recompute)
+    trace = tracer_of(step, Precision(), None, strategies.recompute_in_trace)
     short = trace(Variant(2, checkpointing, False, accumulates))
     whole = trace_step(replace(step, convert=convert, accumulates=accumulates))
     for layout in LAYOUTS:
@@ -132,7 +132,9 @@ def test_few_blocks_with_some_experts_give_the_trace_of_all(name: str, sizes_tra
             strategies.trace_share(module, 4)
         return model
 
-    trace = tracer_of(step, Precision(), None, strategies.recompute, share_experts=strategies.trace_share)
+    trace = tracer_of(
+        step, Precision(), None, strategies.recompute_in_trace, share_experts=strategies.trace_share
+    )
     short, whole = trace(Variant(2, False, False, False, 4)), trace_step(replace(step, convert=convert))
     assert max(sizes_traced) < len(blocks_of(step.model))
     for layout in (Layout(expert_parallel=4), Layout("full_shard", 2, expert_parallel=4)):
@@ -215,6 +217,6 @@ def test_an_optimizer_with_state_keeps_it() -> None:
     loss_of_stack(step.model, step.batch).backward()  # type: ignore[no-untyped-call]
     step.optimizers[0].step()
     state = {id(key): value for key, value in step.optimizers[0].state.items()}
-    trace: Callable[[Variant], Trace] = tracer_of(step, Precision(), None, strategies.recompute)
+    trace: Callable[[Variant], Trace] = tracer_of(step, Precision(), None, strategies.recompute_in_trace)
     assert trace(Variant(2, False, False, False)).peak.total > 0
     assert {id(key): value for key, value in step.optimizers[0].state.items()} == state

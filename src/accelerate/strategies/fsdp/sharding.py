@@ -21,6 +21,7 @@ from accelerate.base import PreparationError, listed
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.plugins import bind_policy, find_units, read_policy
+from accelerate.strategies.activation_offload import offload_to_host
 from accelerate.strategies.axes import (
     ExpertMeshes,
     list_experts,
@@ -249,8 +250,7 @@ def fsdp2_apply_ac(accelerator: Any, model: Model) -> Model:
             f"activation_checkpointing has no effect on {type(model).__name__}: it is one unit. Set "
             "auto_wrap_policy, so that there are units to recompute."
         )
-    # Activations on the CPU need no offloading.
-    offload = plugin.activation_checkpointing_offload and not of_device(accelerator.device).is_host
+    offload = offload_to_host(model, accelerator.device) if plugin.activation_checkpointing_offload else None
     recompute(model, units, offload, parallelism=getattr(accelerator.state, "parallelism_config", None))
     return model
 

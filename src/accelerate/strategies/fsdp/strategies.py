@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from accelerate import torch_private
 from accelerate.base import DistributedType, StateError
+from accelerate.devices import of_device
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.planning import Layout
@@ -116,12 +117,14 @@ class Sharded(Strategy, ABC):
         size, mesh, plugin = self.context.topology.size, self.context.request.parallelism, self.plugin
         if plugin is None:
             return divided(Layout(shards=size), self.layers)
+        is_host = of_device(self.context.device).is_host
         layout = Layout(
             "full_shard" if self.frees_after_forward else "shard_grad_op",
             size // (1 if mesh is None else mesh.dp_replicate_size or 1),
             offload="all" if offloads(plugin.cpu_offload) else "none",
             checkpointing=bool(plugin.activation_checkpointing),
             microbatches=1,
+            offload_activations=bool(plugin.activation_checkpointing_offload and not is_host),
         )
         return divided(layout, self.layers)
 
