@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.strategies import activation_offload, recomputation
+from accelerate.strategies import activation_offload
 from accelerate.strategies.activation_offload import ActivationOffload, Copy
 from accelerate.utils import ActivationCheckpointing, PipelineConfig
 
@@ -48,7 +48,7 @@ def train(way: str, offload: bool) -> tuple[list[float], dict[str, Tensor], int,
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     activation_offload.MIN_BYTES = 256
-    recomputation.offload_to_host = lambda *_: ActivationOffload(Clones)  # type: ignore[attr-defined]
+    activation_offload.offload_to_host = lambda *_: ActivationOffload(Clones)
     options: dict[str, Any] = {}
     if way not in ("ddp", "adopted units"):
         config = PipelineConfig(schedule=way, microbatches=MICROBATCHES)

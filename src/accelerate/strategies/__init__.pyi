@@ -41,9 +41,11 @@ from accelerate.strategies.module_state import ModuleState as ModuleState, Saved
 from accelerate.strategies.recomputation import (
     choose_for_step as choose_for_step,
     chosen_policy as chosen_policy,
+    tracer_for as tracer_for,
+)
+from accelerate.strategies.recomputed_blocks import (
     keep_activations as keep_activations,
     recompute_in_trace as recompute_in_trace,
-    tracer_for as tracer_for,
 )
 from accelerate.strategies.request import Context as Context, RunRequest as RunRequest
 from accelerate.strategies.resolve import (

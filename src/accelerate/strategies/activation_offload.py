@@ -1,6 +1,6 @@
 """Offload of the inputs of recomputed blocks to host memory, with copies on a side stream.
 
-`recomputation.py` runs a block under the hooks of an `ActivationOffload`, which keep the tensors that
+`recomputed_blocks.py` runs a block under the hooks of an `ActivationOffload`, which keep the tensors that
 `torch.utils.checkpoint` saves. A block's inputs are copied while the block computes, and their memory is
 reused from the next block on. In the backward pass the inputs of a block are copied back while the block
 after it is recomputed.

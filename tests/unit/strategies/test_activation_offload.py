@@ -27,7 +27,7 @@ from accelerate.strategies.activation_offload import (
     is_offloadable,
     offload_to_host,
 )
-from accelerate.strategies.recomputation import RecomputedForward, keep_activations, recompute
+from accelerate.strategies.recomputed_blocks import RecomputedForward, keep_activations, recompute
 from accelerate.utils import TorchDynamoPlugin
 
 pytestmark = pytest.mark.usefixtures("small_tensors")

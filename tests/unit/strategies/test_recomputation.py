@@ -21,7 +21,7 @@ from accelerate import Accelerator, torch_private
 from accelerate.base import ConfigurationError, PreparationError
 from accelerate.plugins import ActivationCheckpointing
 from accelerate.state import AcceleratorState
-from accelerate.strategies.recomputation import (
+from accelerate.strategies.recomputed_blocks import (
     RecomputedForward,
     SavingPolicy,
     find_blocks,

@@ -21,7 +21,6 @@ from accelerate.base import PreparationError, listed
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.plugins import bind_policy, find_units, read_policy
-from accelerate.strategies.activation_offload import offload_to_host
 from accelerate.strategies.axes import (
     ExpertMeshes,
     list_experts,
@@ -38,7 +37,7 @@ from accelerate.strategies.fsdp.parameters import (
     fsdp2_load_full_state_dict,
     get_parameters_from_modules,
 )
-from accelerate.strategies.recomputation import recompute
+from accelerate.strategies.recomputed_blocks import recompute
 from accelerate.strategies.views import shard_unit
 
 if TYPE_CHECKING:
@@ -250,7 +249,11 @@ def fsdp2_apply_ac(accelerator: Any, model: Model) -> Model:
             f"activation_checkpointing has no effect on {type(model).__name__}: it is one unit. Set "
             "auto_wrap_policy, so that there are units to recompute."
         )
-    offload = offload_to_host(model, accelerator.device) if plugin.activation_checkpointing_offload else None
+    offload = None
+    if plugin.activation_checkpointing_offload:
+        from accelerate.strategies.activation_offload import offload_to_host
+
+        offload = offload_to_host(model, accelerator.device)
     recompute(model, units, offload, parallelism=getattr(accelerator.state, "parallelism_config", None))
     return model
 

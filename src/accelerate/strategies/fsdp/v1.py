@@ -40,7 +40,7 @@ from accelerate.strategies.fsdp.elementwise import needs_whole_parameters
 from accelerate.strategies.fsdp.parameters import ensure_weights_retied, get_parameters_from_modules
 from accelerate.strategies.fsdp.sharding import UnitParameter, parameters_by_unit, plan_units
 from accelerate.strategies.fsdp.strategies import FsdpState, Sharded
-from accelerate.strategies.recomputation import recompute
+from accelerate.strategies.recomputed_blocks import recompute
 from accelerate.strategies.request import Context
 from accelerate.strategies.state import Fill, WholeWeights
 from accelerate.strategies.views import return_no_views

@@ -1,0 +1,318 @@
+"""Blocks of a model that run again in the backward pass instead of keeping their activations.
+
+The forward of a block is replaced, so that modules and the names of parameters do not change.
+
+Source: https://docs.pytorch.org/docs/stable/checkpoint.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, noop_context_fn
+
+from accelerate import planning, torch_private
+from accelerate.base import wrong_value
+from accelerate.nested import iterate_tensors
+from accelerate.plugins import ActivationCheckpointing
+from accelerate.strategies.module_state import MAX_COPIED, ModuleState
+from accelerate.strategies.request import Context
+
+if TYPE_CHECKING:
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.strategies.activation_offload import ActivationOffload
+
+PRODUCTS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "linear",
+    "convolution",
+    "_scaled_mm",
+    "_grouped_mm",
+    "_scaled_grouped_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "topk",  # so that a router chooses experts once
+)
+"""Operators that `save_operators="matmul"` selects."""
+ROUTING = (torch.ops.aten.topk.default,)
+"""Operators that choose the experts of tokens, which ranks that exchange tokens must not choose again."""
+
+
+class RecomputedForward:
+    """Callable that runs the forward of a module again in backward instead of keeping its activations.
+
+    It is the instance attribute `forward` of the module. Hooks of the module run once. Unlike a closure it
+    can be pickled and copied with the module.
+    """
+
+    def __init__(
+        self, module: nn.Module, save_operators: Any = None, offload: ActivationOffload | None = None
+    ) -> None:
+        self.module = module
+        self.inner: Callable[..., Any] | None = module.__dict__.get("forward")
+        self.offload = offload
+        self.options: dict[str, Any] = {"use_reentrant": False}
+        if save_operators is not None:
+            self.options["context_fn"] = partial(_contexts, save_operators)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """Forward that keeps its activations, for `inspect.signature`."""
+        return self.inner or type(self.module).forward.__get__(self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.run(*args, **kwargs)
+        if self.offload is not None:
+            return self.offload.checkpoint(self.run, args, kwargs, self._options_with_state)
+        # A graph has no code before and after a recomputation, which only buffers need in it.
+        is_plain = torch.compiler.is_compiling() and next(self.module.buffers(), None) is None
+        options = self.options if is_plain else self._options_with_state((args, kwargs))
+        return checkpoint(self.run, *args, **options, **kwargs)
+
+    def _options_with_state(self, inputs: Any) -> dict[str, Any]:
+        versions = [] if torch.compiler.is_compiling() else _versions_of(inputs)
+        context_fn = self.options.get("context_fn", noop_context_fn)
+        contexts = partial(_contexts_with_state, self.module, context_fn, versions)
+        return {**self.options, "context_fn": contexts}
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward and keeps its activations."""
+        if self.inner is None:  # not `__wrapped__`, as torch before 2.13 does not trace `__get__`
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return self.inner(*args, **kwargs)
+
+    def restore(self, module: nn.Module) -> None:
+        """Restores the original forward of the module."""
+        if self.inner is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = self.inner
+
+
+def _versions_of(inputs: Any) -> list[tuple[Tensor, int]]:
+    """Returns the tensors in the inputs of a block, each with the number of its changes in place."""
+    leaves = torch_private.pytree.tree_leaves(inputs)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)]
+    return list(zip(tensors, torch_private.in_place_versions(tensors), strict=True))
+
+
+def _contexts_with_state(
+    block: nn.Module, context_fn: Callable[[], tuple[Any, Any]], versions: Sequence[tuple[Tensor, int]]
+) -> tuple[Any, Any]:
+    """Returns the contexts of `context_fn`, with which a block changes its attributes and buffers once."""
+    before = ModuleState(block)
+    forward, recomputation = context_fn()
+    checked = _checked_forward(block, before, forward, versions)
+    return checked, RestoredState(block, before, recomputation, versions)
+
+
+@contextmanager
+def _checked_forward(
+    block: nn.Module, before: ModuleState, context: Any, versions: Sequence[tuple[Tensor, int]]
+) -> Iterator[None]:
+    """Raises an error after a forward that has changed values that are not known any more."""
+    with context:
+        yield
+    _check_versions(block, versions)
+    if lost := before.lost_buffer:
+        name = type(block).__name__
+        fix = (
+            f"Assign a new tensor to a buffer of more than {MAX_COPIED} elements, or leave {name} out of the "
+            "blocks that are recomputed"
+        )
+        reason = f"its forward changes its buffer {lost!r} in place"
+        raise wrong_value("activation checkpointing", name, reason, fix)
+
+
+def _check_versions(block: nn.Module, versions: Sequence[tuple[Tensor, int]]) -> None:
+    """Raises an error if an input of a block has been changed in place since its forward began."""
+    if any(torch_private.in_place_version(tensor) != version for tensor, version in versions):
+        name = type(block).__name__
+        reason = "an input of its forward has been changed in place, and a recomputation needs it"
+        fix = f"Change a copy of the tensor, or leave {name} out of the blocks that are recomputed"
+        raise wrong_value("activation checkpointing", name, reason, fix)
+
+
+class RestoredState:
+    """Context of recomputations, which begin with the attributes and buffers that the forward began with.
+
+    They end with those from before the recomputation. Buffers are copied outside of the inner context, which
+    may count the operators inside it.
+
+    Args:
+        block: The block.
+        before: State from before its forward.
+        inner: Context of the recomputation.
+        versions: Inputs of the forward, each with the number of its changes in place until then.
+    """
+
+    def __init__(
+        self, block: nn.Module, before: ModuleState, inner: Any, versions: Sequence[tuple[Tensor, int]]
+    ) -> None:
+        self._block, self._before, self._inner, self._versions = block, before, inner, versions
+        self._current = before
+
+    def __enter__(self) -> None:
+        _check_versions(self._block, self._versions)
+        self._current = ModuleState(self._block)
+        self._before.restore_copies()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        self._current.restore_objects()
+
+
+def _contexts(save_operators: Any) -> tuple[Any, Any]:
+    """Returns the contexts of the forward and of its recomputation, which keep the outputs of operators."""
+    policy = SavingPolicy(overloads_of(save_operators))
+    contexts: tuple[Any, Any] = torch_private.selective_checkpoint_contexts(policy, policy.keep)
+    return contexts
+
+
+class SavingPolicy:
+    """Policy of the operators of one forward, which keeps the outputs of some.
+
+    Args:
+        operators: Overloads of the operators.
+    """
+
+    def __init__(self, operators: Collection[Any]) -> None:
+        self._operators = operators
+        self._kept: dict[int, Any] = {}  # id of a storage that is kept -> operator
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if not context.is_recompute and (changed := torch_private.mutated_by(operator)):
+            self._check(operator, changed, args, kwargs)
+        # In backward random numbers are those of the forward only if all of them are drawn again.
+        if operator not in self._operators or torch_private.draws_random_numbers(operator, args, kwargs):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        self.keep(operator, getattr(context, "op_output", None))
+        return CheckpointPolicy.MUST_SAVE
+
+    def keep(self, operator: Any, outputs: Any) -> None:
+        """Notes the outputs of an operator if they are kept."""
+        if operator in self._operators:
+            for tensor in iterate_tensors(outputs):
+                self._kept[torch_private.storage_id(tensor)] = operator
+
+    def _check(self, operator: Any, changed: Sequence[str], args: Any, kwargs: Any) -> None:
+        """Raises an error for an operator that changes an output that is kept, also through a view.
+
+        torch compares versions of tensors, and the views that it makes of outputs have their own.
+        """
+        arguments = torch_private.arguments_of(operator, args, kwargs)
+        for tensor in iterate_tensors([arguments[name] for name in changed]):
+            if kept := self._kept.get(torch_private.storage_id(tensor)):
+                raise wrong_value(
+                    "save_operators",
+                    str(kept),
+                    f"{operator} changes an output of it in place, and the backward pass needs the output",
+                    "Compute `h = h + b` in place of `h += b`, or leave the operator out of save_operators",
+                )
+
+
+def overloads_of(operators: Any) -> Collection[Any]:
+    """Returns the overloads of operators that `save_operators` of `ActivationCheckpointing` selects."""
+    return _overloads_of_products() if operators == "matmul" else operators
+
+
+@cache
+def _overloads_of_products() -> frozenset[Any]:
+    packets = [getattr(torch.ops.aten, name) for name in PRODUCTS if hasattr(torch.ops.aten, name)]
+    return frozenset(getattr(packet, name) for packet in packets for name in packet.overloads())
+
+
+def recompute(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    offload: ActivationOffload | None = None,
+    save_operators: Any = None,
+    parallelism: ParallelismConfig | None = None,
+) -> None:
+    """Applies activation checkpointing to modules inside a model, in place.
+
+    With expert parallelism the choice of experts is saved.
+
+    Args:
+        model: The model.
+        blocks: Modules that are recomputed.
+        offload: Offloads the inputs of the blocks.
+        save_operators: Operators whose outputs are kept.
+        parallelism: Parallelism of the run.
+    """
+    if parallelism is not None and parallelism.ep_enabled and save_operators != "matmul":
+        save_operators = (*(save_operators or ()), *ROUTING)
+    # A block that runs again would append to the key-value cache of a model of transformers a second time.
+    planning.disable_caches(model)
+    for block in map(torch_private.uncompiled, blocks):
+        if not isinstance(block.__dict__.get("forward"), RecomputedForward):
+            block.__dict__["forward"] = RecomputedForward(block, save_operators, offload)
+
+
+def recompute_in_trace(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    offloads: bool = False,
+    save_operators: Any = None,
+    parallelism: ParallelismConfig | None = None,
+) -> None:
+    """Applies activation checkpointing to modules inside a model that is traced, in place."""
+    offload = None
+    if offloads:
+        from accelerate.strategies.activation_offload import ActivationOffload, TracedTransfer
+
+        offload = ActivationOffload(TracedTransfer)
+    recompute(model, blocks, offload, save_operators, parallelism)
+
+
+def keep_activations(model: nn.Module) -> nn.Module:
+    """Removes the activation checkpointing of `recompute` from a model, in place, and returns it."""
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, RecomputedForward):
+            forward.restore(module)
+    return model
+
+
+def find_blocks(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
+    """Returns the outermost modules with certain class names, or without names the blocks of a plan."""
+    if names is None:
+        return planning.blocks_of(model)
+    chosen = [module for module in model.modules() if type(module).__name__ in names]
+    inner = {child for block in chosen for child in block.modules() if child is not block}
+    blocks = [block for block in chosen if block not in inner]
+    if not blocks:
+        found = {type(block).__name__ for block in planning.blocks_of(model)}
+        fix = (
+            f"its lists of modules have {', '.join(sorted(found))}" if found else "it has no lists of modules"
+        )
+        raise wrong_value(
+            "blocks", list(names), f"{type(model).__name__} has no module of these classes", fix
+        )
+    return blocks
+
+
+def apply_policy(
+    policy: ActivationCheckpointing, model: nn.Module, blocks: Sequence[nn.Module], context: Context
+) -> None:
+    """Applies a policy without a budget to the blocks of a model, in place."""
+    offload = None
+    if policy.offload:
+        from accelerate.strategies.activation_offload import offload_to_host
+
+        offload = offload_to_host(model, context.device)
+    parallelism = context.request.parallelism
+    recompute(model, blocks[:: policy.every], offload, policy.save_operators, parallelism)
