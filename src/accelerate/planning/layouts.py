@@ -144,6 +144,11 @@ class Layout:
         return self.expert_parallel > 1 and self.tensor_parallel == 1 and not self.is_sharded
 
     @property
+    def uses_host(self) -> bool:
+        """True if anything is offloaded to host memory."""
+        return self.offload != "none" or self.offload_activations
+
+    @property
     def is_sharded(self) -> bool:
         """True if the strategy shards, and so casts parameters once instead of by autocast in each layer."""
         return self.sharding != "none"

@@ -112,7 +112,7 @@ class Planner:
         for candidate in candidate_layouts(devices, model, accumulation=layout.accumulation):
             kind = replace(candidate, offload="none", checkpointing=False, offload_activations=False)
             is_needless = candidate.stages > 1 and any(
-                fit.layout.stages == 1 and fit.layout.offload == "none" for fit in fits.values()
+                fit.layout.stages == 1 and not fit.layout.uses_host for fit in fits.values()
             )
             if kind in fits or is_needless or least_bytes(model, candidate) > capacity:
                 continue
@@ -123,7 +123,7 @@ class Planner:
                 sent = communication_of(trace, candidate) / samples
                 fits[kind] = FittingLayout(candidate, parts, host_bytes(trace, candidate), sent)
         return sorted(
-            fits.values(), key=lambda fit: (fit.layout.offload != "none", fit.communication, fit.host)
+            fits.values(), key=lambda fit: (fit.layout.uses_host, fit.communication, fit.host)
         )
 
 

@@ -117,6 +117,16 @@ def test_flags_change_the_parts(llama: str, capsys: pytest.CaptureFixture[str]) 
     assert 2 * half["parameters"] == plain["parameters"]
 
 
+def test_offloaded_inputs_of_blocks_are_on_the_host(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (llama, "--batch_size", "64", "--sequence_length", "64", "--gradient_checkpointing")
+    kept, offloaded = facts(capsys, *words), facts(capsys, *words, "--offload_activations")
+    saved = kept["device_bytes"]["total"] - offloaded["device_bytes"]["total"]
+    assert kept["host_bytes"] == 0
+    assert 0 < saved < offloaded["host_bytes"]
+    assert offloaded["layout"]["name"] == "none + checkpointing + offload activations"
+    assert "offloaded, " in estimate(capsys, *words, "--offload_activations")
+
+
 OLD_ADAGRAD = pytest.mark.skipif(
     is_torch_version("<", "2.13"), reason="Adagrad of this torch creates its state in its constructor"
 )
@@ -148,6 +158,7 @@ def test_devices_get_a_bar_a_batch_size_and_layouts(llama: str, capsys: pytest.C
         chosen = found["layout"]
         flags = ["--sharding", chosen["sharding"], "--tp_size", str(chosen["tensor_parallel"])]
         flags += ["--gradient_checkpointing"] * chosen["checkpointing"]
+        flags += ["--offload_activations"] * chosen["offload_activations"]
         words = (llama, "--batch_size", str(size), "--sequence_length", "64", "--num_processes", "4")
         return int(facts(capsys, *words, *flags)["device_bytes"]["total"])
 

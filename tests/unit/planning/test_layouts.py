@@ -269,7 +269,7 @@ def test_other_texts_are_no_devices(text: str) -> None:
     "wrong",
     [{"offload": "all"}, {"sharding": "full_shard", "offload": "optimizer"},
      {"sharding": "zero1", "tensor_parallel": 2}, {"sharding": "zero1", "expert_parallel": 2}, {"shards": 0},
-     {"expert_parallel": 0}],
+     {"expert_parallel": 0}, {"offload_activations": True}],
 )  # fmt: skip
 def test_what_no_strategy_does_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError):

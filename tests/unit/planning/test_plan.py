@@ -102,6 +102,23 @@ def test_checkpointing_and_offload_are_used_where_they_are_needed() -> None:
     assert PLANNER.error_context(Layout(), 4, 300, 8) == []
 
 
+def test_activations_are_offloaded_where_recomputation_alone_does_not_fit() -> None:
+    def offloaded(variant: Variant) -> Trace:
+        found = trace(variant)
+        if not variant.offloads_activations:
+            return found
+        idle = (replace(found.step[0], activations=0),)
+        return replace(found, forward_backward=idle, step=idle, offloaded=77)
+
+    planner = Planner(offloaded)
+    fits = planner.error_context(Layout(), 1, 3250, 8)
+    assert [fit.layout.name for fit in fits] == ["none + checkpointing + offload activations"]
+    assert fits[0].host == 77
+    assert fits[0].layout.uses_host
+    assert planner.error_context(Layout(), 1, 3400, 8)[0].layout.name == "none + checkpointing"
+    assert build_plan(planner, fits[0].layout, 8).as_dict()["host_bytes"] == 77
+
+
 def test_pipelines_are_tried_if_no_other_layout_fits_without_offload() -> None:
     blocks = {"largest_block": 200, "outside_blocks": 0, "can_split_layers": False}
     planner = Planner(lambda variant: replace(trace(variant), **blocks))
