@@ -32,7 +32,7 @@ def small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 def prepared(model: nn.Module, offload: bool = True) -> Any:
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(kwargs_handlers=[ActivationCheckpointing(offload=offload)])
-    assert accelerator.device == HERE
+    assert accelerator.device.type == "sim"
     return accelerator.prepare(model)
 
 
