@@ -35,9 +35,9 @@ from accelerate.torch_private.fsdp import (
     zero_sharded_gradients as zero_sharded_gradients,
 )
 from accelerate.torch_private.gradients import (
+    base_of as base_of,
     comm_hooks as comm_hooks,
     ddp_statistics as ddp_statistics,
-    base_of as base_of,
     in_place_version as in_place_version,
     in_place_versions as in_place_versions,
     is_joining as is_joining,
