@@ -314,37 +314,6 @@ def test_removal_restores_the_forward() -> None:
     assert first.__dict__["forward"] == Layer.forward.__get__(first)
 
 
-def test_inputs_of_blocks_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that are kept are packed by the context of torch, whose pinned memory a CPU lacks."""
-    from accelerate.strategies import recomputation
-
-    packed: list[int] = []
-
-    def save_on_cpu(pin_memory: bool) -> Any:
-        assert pin_memory
-        return torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: packed.append(tensor.nbytes) or tensor, lambda tensor: tensor
-        )
-
-    monkeypatch.setattr(recomputation, "save_on_cpu", save_on_cpu)
-    model = built().eval()
-    expected = torch.autograd.grad(model(samples()).sum(), list(model.parameters()))
-    recompute(model, model.layers, offload=True)
-    found = torch.autograd.grad(model(samples()).sum(), list(model.parameters()))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    kept = [nbytes for nbytes in packed if nbytes]  # torch before 2.13 packs empty tensors, too
-    assert kept == [samples().nbytes] * LAYERS
-    keep_activations(model)
-    recompute(model, model.layers, offload=True, save_operators="matmul")
-    found = torch.autograd.grad(model(samples()).sum(), list(model.parameters()))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-
-
-def test_activations_on_the_cpu_are_not_offloaded(prepared: Any) -> None:
-    _, model = prepared(built(), ActivationCheckpointing(offload=True))
-    assert not model.layers[0].__dict__["forward"].offload
-
-
 def test_hooks_of_a_block_run_once(prepared: Any) -> None:
     accelerator, model = prepared(built(), ActivationCheckpointing())
     calls: list[str] = []
