@@ -122,9 +122,7 @@ class Planner:
                 samples = batch_size * candidate.samples_per_batch
                 sent = communication_of(trace, candidate) / samples
                 fits[kind] = FittingLayout(candidate, parts, host_bytes(trace, candidate), sent)
-        return sorted(
-            fits.values(), key=lambda fit: (fit.layout.uses_host, fit.communication, fit.host)
-        )
+        return sorted(fits.values(), key=lambda fit: (fit.layout.uses_host, fit.communication, fit.host))
 
 
 def largest_batch(bytes_of: Callable[[int], float], capacity: float, start: int) -> int:
