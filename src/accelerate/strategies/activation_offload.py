@@ -52,7 +52,7 @@ class Copy:
 
 
 class StreamCopy(Copy):
-    """Copy that a side stream has begun.
+    """Running copy on a side stream.
 
     The memory of the tensor belongs to the stream that was current when the copy began. Once that stream
     waits for the copy, the memory can be reused without a call of `record_stream`, which would delay this

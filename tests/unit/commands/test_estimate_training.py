@@ -117,8 +117,11 @@ def test_flags_change_the_parts(llama: str, capsys: pytest.CaptureFixture[str]) 
     assert 2 * half["parameters"] == plain["parameters"]
 
 
-def test_offloaded_inputs_of_blocks_are_on_the_host(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = (llama, "--batch_size", "64", "--sequence_length", "64", "--gradient_checkpointing")
+def test_offloaded_inputs_of_blocks_are_on_the_host(
+    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers.LlamaConfig.from_pretrained(llama, num_hidden_layers=8).save_pretrained(tmp_path)
+    words = (str(tmp_path), "--batch_size", "64", "--sequence_length", "64", "--gradient_checkpointing")
     kept, offloaded = facts(capsys, *words), facts(capsys, *words, "--offload_activations")
     saved = kept["device_bytes"]["total"] - offloaded["device_bytes"]["total"]
     assert kept["host_bytes"] == 0

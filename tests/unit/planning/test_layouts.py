@@ -150,7 +150,11 @@ def test_candidates_use_all_devices() -> None:
     assert {each.sharding for each in found} == set(SHARDINGS)
     assert {each.tensor_parallel for each in found} == {1, 2, 4, 8}
     assert {each.tensor_parallel for each in candidate_layouts(8, TRACE)} == {1}
-    assert [each.name for each in candidate_layouts(1, TRACE)] == ["none", "none + checkpointing"]
+    assert [each.name for each in candidate_layouts(1, TRACE)] == [
+        "none",
+        "none + checkpointing",
+        "none + checkpointing + offload activations",
+    ]
 
 
 EXPERTS, SENT = 400, 30

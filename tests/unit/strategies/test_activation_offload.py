@@ -86,7 +86,7 @@ def test_gradients_are_those_of_recomputation(way: str, program: str, events: li
     assert "back" in events
 
 
-def test_inputs_come_back_one_block_ahead_and_the_last_ones_stay(events: list[str]) -> None:
+def test_inputs_are_prefetched_one_block_ahead_and_the_last_ones_stay(events: list[str]) -> None:
     model = offloaded(built())
     for index, layer in enumerate(model.layers):
         layer.norm.register_forward_pre_hook(lambda *_, index=index: events.append(f"block {index}"))
