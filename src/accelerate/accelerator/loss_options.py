@@ -13,6 +13,7 @@ from accelerate.accelerator.runtime import Runtime
 from accelerate.base import wrong_value
 from accelerate.parallelism_config import MeshAxis
 from accelerate.state import mesh_sizes
+from accelerate.strategies import axes
 
 
 def check_loss(
@@ -29,6 +30,8 @@ def check_loss(
     if stages > 1:
         reason = "the head is on the last stage, which computes the loss of a pipeline"
         raise wrong_value("pp_size", stages, reason, "Compute the loss from logits in loss_fn")
+    if axes.outputs_are_whole(runtime.request.parallelism):
+        return losses.Sequences()
     sequences = losses.ranks_of_sequences(mesh, runtime.strategy.replicas, runtime.state.num_processes)
     if shift and sequences.groups:
         reason = "sequences are sharded, so the label of the last position of a rank is on another rank"

@@ -19,6 +19,7 @@ from accelerate.strategies.axes.expert import (
 from accelerate.strategies.axes.sequences import (
     SequenceAxis as SequenceAxis,
     merge_sequences as merge_sequences,
+    outputs_are_whole as outputs_are_whole,
 )
 from accelerate.strategies.axes.sharded_forwards import sequence_state as sequence_state
 from accelerate.strategies.axes.tensor import (

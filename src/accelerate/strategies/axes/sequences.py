@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from accelerate import ops
 from accelerate.base import ConfigurationError, wrong_value
 from accelerate.nested import iterate_tensors, recursively_apply
-from accelerate.parallelism_config import MeshAxis
+from accelerate.parallelism_config import MeshAxis, ParallelismConfig
 from accelerate.planning import Layout
 from accelerate.strategies.axes.exchanged_attention import replacement_of
 from accelerate.strategies.axes.head_exchange import SequenceShards, divide, join
@@ -129,6 +129,7 @@ class _Forwards:
 
     def __init__(self, group: Any, dims: dict[str, int | None], precision: str) -> None:
         self._group, self._dims, self._precision = group, dims, precision
+        self._has_trained = False
         self._checked: dict[Any, OutputDims] = {}
         self._open: list[tuple[ShardedForward | None, OutputDims | None, ShardedForward | None] | None] = []
 
@@ -192,12 +193,32 @@ class _Forwards:
         if forward is None or outputs is None:
             return None
         outputs = without_cache(outputs)
-        if dims is not None and torch.is_grad_enabled() and any(map(_is_loss, iterate_tensors(outputs))):
+        losses = list(filter(_is_loss, iterate_tensors(outputs))) if torch.is_grad_enabled() else []
+        if dims is not None and losses:
+            self._check_losses(model, losses, forward.shards)
             state.latest = LatestSequences(perf_counter_ns(), forward.shards)
             dims = None
         if dims is not None:
             outputs = join_outputs(outputs, dims, forward.shards)
         return recursively_apply(lambda leaf: resumed_in_backward(leaf, forward), outputs)
+
+    def _check_losses(self, model: nn.Module, losses: list[Tensor], shards: SequenceShards) -> None:
+        """Raises an error if the first losses to train are those of the positions of each rank.
+
+        The comparison before the first forward is one in evaluation.
+        """
+        if self._has_trained:
+            return
+        self._has_trained = True
+        own = torch.stack([loss.detach().float() for loss in losses]).unsqueeze(0)
+        values = join(own, 0, SequenceShards(shards.group, shards.rank, (1,) * len(shards.sizes)))
+        rounding = 8 * max(torch.finfo(loss.dtype).eps for loss in losses)
+        if not torch.allclose(values, values[:1].expand_as(values), rtol=rounding, atol=0, equal_nan=True):
+            raise ConfigurationError(
+                f"The loss of {type(model).__name__} in training is {values[:, 0].tolist()} on the ranks of "
+                f"sp_size={len(shards.sizes)}, and that of whole sequences is equal on all. Compute it by "
+                "cross_entropy, or from the outputs, outside of the model."
+            )
 
 
 class _Undivided:
@@ -327,7 +348,13 @@ class _BlockLosses(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Metrics
+# Losses and metrics
+
+
+def outputs_are_whole(parallelism: ParallelismConfig | None) -> bool:
+    """Returns whether models of a run return whole sequences although ranks divide them."""
+    is_torch = parallelism is not None and parallelism.sp_enabled and parallelism.sp_backend == "torch"
+    return is_torch and sequence_state().block is None
 
 
 def merge_sequences(data: T, batch_at: int) -> T:
