@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -143,11 +144,11 @@ def loss_of(outputs: Any) -> torch.Tensor:
     return outputs[0] if isinstance(outputs, tuple) else outputs.loss
 
 
-def loss_of_logits(outputs: Any, labels: torch.Tensor, shifts: bool) -> torch.Tensor:
+def loss_of_logits(outputs: Any, labels: torch.Tensor, shifts: bool, ignored: int) -> torch.Tensor:
     logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
     if shifts:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100 if shifts else -1)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignored)
 
 
 def loss_in_block(accelerator: Accelerator, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -186,7 +187,9 @@ def train(kind: str, way: str = "", accelerator: Accelerator | None = None) -> R
     if "without logits" in way:
         use_lm_loss(model)
     if "recomputed" in way and accelerator is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": "reentrant" in way})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # transformers has another name for it
+            model.gradient_checkpointing_enable({"use_reentrant": "reentrant" in way})
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     if accelerator is not None:
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -230,7 +233,7 @@ def _step(accelerator: Accelerator, model: Any, batch: dict[str, torch.Tensor], 
         if "from logits" in way:
             labels = batch.pop("labels")
             shifts = "own" not in kind and kind not in ("bidirectional", "padded after tokens")
-            loss = loss_of_logits(model(**batch), labels, shifts)
+            loss = loss_of_logits(model(**batch), labels, shifts, ignored=-1 if "own" in kind else -100)
         else:
             loss = loss_of(model(**batch))
         accelerator.backward(loss)
