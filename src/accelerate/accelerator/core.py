@@ -654,7 +654,7 @@ class Accelerator(ProcessControl):
         head: nn.Module | torch.Tensor,
         labels: torch.Tensor,
         *,
-        shift: bool | None = None,
+        shift: bool = False,
         reduction: losses.Reduction = "mean",
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
@@ -671,7 +671,7 @@ class Accelerator(ProcessControl):
         head: nn.Module | torch.Tensor,
         labels: torch.Tensor,
         *,
-        shift: bool | None = None,
+        shift: bool = False,
         reduction: losses.Reduction = "mean",
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
@@ -687,7 +687,7 @@ class Accelerator(ProcessControl):
         head: nn.Module | torch.Tensor,
         labels: torch.Tensor,
         *,
-        shift: bool | None = None,
+        shift: bool = False,
         reduction: losses.Reduction = "mean",
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
@@ -712,8 +712,8 @@ class Accelerator(ProcessControl):
                 features) that is tied to it, or a LoRA layer of peft around it.
             labels: Integers of shape (...), on the device of `hidden`.
             shift: Whether `labels` has the tokens at the positions of `hidden`, as models of transformers
-                take them, so that the label of a position is the next one. False means that they are shifted
-                already. There is no default, because a wrong value trains a wrong model.
+                take them, so that the label of a position is the next one. By default, `labels` has the
+                label of each position, as for torch's `cross_entropy`.
             reduction: "mean" is the mean over the labels of this rank, and of the ranks with the other parts
                 of its sequences (`cp_size`, `sp_size`), weighted so that averaged gradients are those of
                 whole sequences. "sum" is the sum over the labels of this rank, for `num_items`.

@@ -17,7 +17,7 @@ from accelerate.strategies import axes
 
 
 def check_loss(
-    runtime: Runtime, accumulation: Accumulation, shift: bool | None, reduction: str
+    runtime: Runtime, accumulation: Accumulation, shift: bool, reduction: str
 ) -> losses.Sequences:
     """Returns the ranks with other tokens of the sequences of this rank, or raises an error for an option."""
     weighting = accumulation.weighting

@@ -63,7 +63,7 @@ def lm_loss(
     head: nn.Module | Tensor,
     labels: Tensor,
     *,
-    shift: bool | None = None,
+    shift: bool = False,
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -179,7 +179,7 @@ def _reduced(
 
 
 def _check_options(
-    shift: bool | None,
+    shift: bool,
     reduction: str,
     label_smoothing: float,
     z_loss: float,
@@ -194,7 +194,7 @@ def _check_options(
             shift,
             "labels are the tokens at the positions of `hidden`, or the tokens after them",
             "Pass shift=True for labels as models of transformers take them, which the loss then shifts, or "
-            "shift=False for labels that are shifted already",
+            "shift=False for one label of each position, as torch's cross_entropy takes them",
         )
     if reduction not in get_args(Reduction):
         fix = "Pass one of them; return_logps=True returns the log-probability of each label"

@@ -119,7 +119,7 @@ def test_no_tokens_have_a_sum_of_zero(accelerator: Accelerator) -> None:
 def test_an_index_of_the_vocabulary_can_be_ignored(accelerator: Accelerator) -> None:
     head, hidden = nn.Linear(FEATURES, VOCABULARY), torch.randn(4, FEATURES)
     labels = torch.tensor([0, 3, 0, 7])
-    loss = accelerator.lm_loss(hidden, head, labels, shift=False, ignore_index=0)
+    loss = accelerator.lm_loss(hidden, head, labels, ignore_index=0)
     torch.testing.assert_close(loss, cross_entropy(head(hidden), labels, ignore_index=0))
 
 
