@@ -427,6 +427,14 @@ class OtherInTraining(Reader):
         return (loss + guesses.mean() if self.training else loss), guesses
 
 
+class Delaying(Reader):
+    """Adds the hidden state 18 positions before."""
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = super().hidden(tokens, positions)
+        return hidden + F.pad(hidden, (0, 0, 18, 0))[:, : hidden.shape[1]]
+
+
 class Shifting(Reader):
     """Shifts labels in its forward."""
 
@@ -507,6 +515,7 @@ MISTAKES: dict[str, tuple[Callable[[Accelerator], Any], str]] = {
         lambda a: _call(a, OtherInTraining(), batch_of("own", 0)),
         "in training is .* on the ranks",
     ),
+    "delay": (lambda a: _call(a, Delaying(), batch_of("own", 0)), "computes other outputs"),
     "shifted labels": (lambda a: _call(a, Shifting(), batch_of("own", 0)), "labels that the model shifts"),
     "positions": (
         lambda a: _call(a, CountingPositions(), batch_of("own", 0)),

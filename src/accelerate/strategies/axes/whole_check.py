@@ -28,7 +28,7 @@ from accelerate.strategies.tolerances import tolerance_of
 
 OutputDims = list[int | None]
 """Dimension of the positions in each tensor of the outputs, or None for a tensor without positions."""
-POSITIONS = 8
+POSITIONS = 512
 """Positions of each rank that are compared, unless the model needs longer sequences."""
 EXACT = 2e-4
 """Largest relative difference in float32, in which the order of sums is the only one."""
