@@ -16,9 +16,7 @@ from accelerate.state import mesh_sizes
 from accelerate.strategies import axes
 
 
-def check_loss(
-    runtime: Runtime, accumulation: Accumulation, shift: bool, reduction: str
-) -> losses.Sequences:
+def check_loss(runtime: Runtime, accumulation: Accumulation, shift: bool, reduction: str) -> losses.Sequences:
     """Returns the ranks with other tokens of the sequences of this rank, or raises an error for an option."""
     weighting = accumulation.weighting
     if reduction == "mean" and weighting is not None and weighting.counts_items and torch.is_grad_enabled():
