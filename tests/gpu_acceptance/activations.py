@@ -57,7 +57,7 @@ def measure(setting: Setting, shape: Shape, batches: list[Tensor], offload: bool
     accelerator.backward(prepared[0](batches[0]))
     gradients = [p.grad.detach().float().cpu() for p in raw.parameters() if p.grad is not None]
     prepared[1].zero_grad()
-    step = partial(take_step, accelerator, *prepared)
+    step = partial(take_step, accelerator, prepared[0], prepared[1])
     step(batches[1])
     with accelerator.peak_memory() as used:
         seconds = median(setting.time(partial(step, tokens)) for tokens in batches[2:])

@@ -190,7 +190,7 @@ def test_a_trainer_trains_and_evaluates_as_before(states: Any, tmp_path: Path) -
     torch.testing.assert_close(others, weights, rtol=1e-5, atol=1e-5)
 
 
-class Indexing(transformers.LlamaForCausalLM):  # type: ignore[misc]
+class Indexing(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
     """Model whose forward reads its logits."""
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
@@ -198,7 +198,7 @@ class Indexing(transformers.LlamaForCausalLM):  # type: ignore[misc]
         return self.loss_function(logits[:, :5], labels, VOCABULARY), logits
 
 
-class Ignoring(transformers.LlamaForCausalLM):  # type: ignore[misc]
+class Ignoring(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
     """Model whose forward does not call its loss function."""
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
