@@ -15,6 +15,7 @@ import transformers
 
 from accelerate import planning, strategies
 from accelerate.base import convert_bytes
+from accelerate.losses import use_lm_loss
 from accelerate.precision import MixedPrecision
 
 LENGTH, CAPACITY = 4096, 80 * 10**9
@@ -31,8 +32,8 @@ SIZES = {
 
 
 @cache
-def planner(size: str) -> planning.Planner:
-    """Returns the planner of a model, of which one block is traced and counted for all."""
+def planner(size: str, length: int = LENGTH, logits: bool = True) -> planning.Planner:
+    """Returns the planner of a model with or without logits, of which one block is traced for all."""
     sizes: dict[str, Any] = SIZES[size]
     family = "Qwen3Moe" if "num_experts" in sizes else "Llama"
     config = getattr(transformers, f"{family}Config")(
@@ -45,7 +46,9 @@ def planner(size: str) -> planning.Planner:
     )
     with torch.device("meta"):
         model = getattr(transformers, f"{family}ForCausalLM")(config)
-    ids = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
+    if not logits:
+        use_lm_loss(model)
+    ids = torch.zeros(1, length, dtype=torch.long, device="meta")
     step = planning.Step(
         model,
         [torch.optim.AdamW(model.parameters(), foreach=True)],

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pairing import Pair, measure, report
 from ranks import start
@@ -48,7 +49,8 @@ class Collectives(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "_wrap")):
             self.calls += 1
-            self.received += (result if isinstance(result, Tensor) else args[0]).nbytes
+            received = tree_leaves(result if isinstance(result, Tensor) else args[0])
+            self.received += sum(tensor.nbytes for tensor in received)
         return result
 
 
