@@ -204,7 +204,16 @@ def name_objects(model: nn.Module, dataset: list[Any]) -> dict[str, Any]:
     }
 
 
-OF_TEXTS = ("accumulation", "averages", "layouts", "matrix-optimizers", "memory", "profiling", "sharding")
+OF_TEXTS = (
+    "accumulation",
+    "averages",
+    "layouts",
+    "long-sequences",
+    "matrix-optimizers",
+    "memory",
+    "profiling",
+    "sharding",
+)
 """Guides whose batches are dictionaries of tokens and labels."""
 MODELS = {"matrix-optimizers": MatrixModel, "memory": OutputModel, "profiling": OutputModel}
 """The classes of models of guides that need another one."""
@@ -216,6 +225,7 @@ OTHER_NAMES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "clients": name_transformers,
     "inference": name_inference,
     "launching": name_processes,
+    "long-sequences": name_shards,
     "matrix-optimizers": name_matrices,
     "profiling": lambda names: {"train_step": ignore},
     "sharding": name_shards,
@@ -234,7 +244,7 @@ def make_names(page: str, *, accelerator: bool = False, prepared: bool = False) 
     is_of_texts = page in OF_TEXTS
     model_class = MODELS.get(page, LanguageModel if is_of_texts else Net)
     dataset = texts() if is_of_texts else rows()
-    if page == "sharding":
+    if page in ("long-sequences", "sharding"):
         dataset = [(*batch.values(), torch.arange(LENGTH)) for batch in dataset]
     names = name_objects(model_class(), dataset)
     if accelerator or prepared:
