@@ -51,11 +51,12 @@ class _Inputs(TorchFunctionMode):
 
     Args:
         numbers: Number of the document of each position.
+        tokens: Tensors of the batch that are no positions, even if they count.
     """
 
-    def __init__(self, numbers: Tensor) -> None:
+    def __init__(self, numbers: Tensor, tokens: Sequence[Tensor]) -> None:
         super().__init__()
-        self.numbers = numbers
+        self.numbers, self.tokens = numbers, tokens
         self.leaves: list[Tensor] = []
         self.has_shifted_positions = False
 
@@ -66,7 +67,9 @@ class _Inputs(TorchFunctionMode):
         if function is not F.embedding:
             return output
         indices = args[0] if args else kwargs["input"]
-        self.has_shifted_positions |= _are_shifted(indices, self.numbers)
+        if _are_shifted(indices, self.numbers):
+            is_token = any(torch.equal(indices, tokens) for tokens in self.tokens)
+            self.has_shifted_positions |= not is_token
         if output.shape[:2] != self.numbers.shape:
             return output
         leaf = output.detach().requires_grad_()
@@ -80,6 +83,16 @@ def _are_shifted(indices: Tensor, numbers: Tensor) -> bool:
     if rows.ndim != 2 or rows.shape[1] != numbers.shape[1] or rows.shape[1] < MIN_COUNTED:
         return False
     return bool((rows.diff(dim=1) == 1).all()) and has_several(numbers)
+
+
+def _tokens_in(batch: object) -> list[Tensor]:
+    """Returns the tensors of a batch that are not named positions, or the first one without names."""
+    if isinstance(batch, Mapping):
+        return [
+            value for name, value in batch.items() if isinstance(value, Tensor) and "position" not in name
+        ]
+    leaves = torch_private.pytree.tree_leaves(batch)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)][:1]
 
 
 class _Outputs:
@@ -149,6 +162,7 @@ class IsolationCheck:
             *(leaf for leaf in leaves if leaf.shape[:2] == documents.shape and not leaf.requires_grad),
             self._numbers,
         ]
+        self._tokens = _tokens_in(self._batch)
         self.num_outputs = 0
         self.has_shifted_positions = False
 
@@ -201,7 +215,7 @@ class IsolationCheck:
             stack.enter_context(self._split(buffers=self._buffers, buffer_seq_dims=[1] * len(self._buffers)))
             outputs = _Outputs(self._model, self._numbers.shape)
             stack.callback(outputs.remove)
-            with _Inputs(self._numbers) as inputs, torch.enable_grad():
+            with _Inputs(self._numbers, self._tokens) as inputs, torch.enable_grad():
                 self._call()
             self.has_shifted_positions = inputs.has_shifted_positions
             leaves = [*inputs.leaves, *self._inputs]

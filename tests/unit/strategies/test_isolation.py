@@ -135,6 +135,14 @@ def test_documents_that_are_apart_pass(model: nn.Module) -> None:
     accelerator.check_isolation(accelerator.prepare(model), batch())
 
 
+def test_tokens_that_count_over_documents_are_no_positions() -> None:
+    model = Model(clean(), counts=False)
+    model.embedding = nn.Embedding(sum(LENGTHS), WIDTH)
+    tokens = torch.arange(sum(LENGTHS)).expand(2, -1)
+    accelerator = Accelerator(cpu=True)
+    accelerator.check_isolation(accelerator.prepare(model), {**batch(), "input_ids": tokens})
+
+
 @pytest.mark.parametrize(("model", "where", "cause"), LEAKS)
 def test_the_first_layer_that_leaks_is_named(model: nn.Module, where: str, cause: str) -> None:
     accelerator = Accelerator(cpu=True)
