@@ -180,7 +180,7 @@ class ParallelismConfig:
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
         """Dimensions along which FSDP shards parameters, where "ep" does not shard those of experts again."""
-        shards_sequences = self.sp_backend == "torch"
+        shards_sequences = self.sequence_backend == "torch"
         return self._active(
             *(a.value for a in MeshAxis if a.is_sharding or (a is MeshAxis.SP and shards_sequences))
         )
@@ -240,6 +240,11 @@ class ParallelismConfig:
     def sp_enabled(self) -> bool:
         """True if sequences are sharded by Ulysses sequence parallelism."""
         return self._sizes["sp"] > 1
+
+    @property
+    def sequence_backend(self) -> str | None:
+        """Backend of Ulysses sequence parallelism, or None if it does not shard sequences."""
+        return self.sp_backend if self.sp_enabled else None
 
     @property
     def ep_enabled(self) -> bool:

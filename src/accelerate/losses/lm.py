@@ -234,8 +234,8 @@ def _check_labels(targets: Tensor, is_valid: Tensor, size: int) -> None:
 
     On other devices, which would have to be waited for, the loss is NaN.
     """
-    is_fake = torch_private.fake_tensors.FakeTensor in type(targets).__mro__
-    if not of_device(targets.device).is_host or is_fake or torch.compiler.is_compiling():
+    is_unknown = torch.compiler.is_compiling() or torch_private.is_fake(targets)
+    if is_unknown or not of_device(targets.device).is_host:
         return
     wrong = targets[is_valid & ((targets < 0) | (targets >= size))]
     if wrong.numel():

@@ -268,7 +268,7 @@ class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
         return expanded
 
     def _value(self, tensor: Tensor) -> Tensor | None:
-        if isinstance(tensor, torch_private.fake_tensors.FakeTensor):
+        if torch_private.is_fake(tensor):
             value: Tensor | None = self.values.get(tensor)
             return value
         return tensor if tensor.is_cpu and _is_small(tensor) else None  # constant
@@ -283,7 +283,7 @@ class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
         """Returns the result of an operator on known values, or None if it raises an error for them."""
         if torch_private.mutated_by(func):
             tensors = iterate_tensors((*args, *kwargs.values()))
-            if not all(isinstance(tensor, torch_private.fake_tensors.FakeTensor) for tensor in tensors):
+            if not all(map(torch_private.is_fake, tensors)):
                 return None  # constants of the model are not modified
         real = [self._on_cpu(arg) for arg in args]
         options = {name: self._on_cpu(arg) for name, arg in kwargs.items()}

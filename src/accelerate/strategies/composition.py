@@ -57,7 +57,7 @@ def _exchanges_heads(backend: str) -> Callable[[Strategy], bool]:
 
     def has_backend(strategy: Strategy) -> bool:
         parallelism = strategy.context.request.parallelism
-        return parallelism is not None and parallelism.sp_enabled and parallelism.sp_backend == backend
+        return parallelism is not None and parallelism.sequence_backend == backend
 
     return has_backend
 

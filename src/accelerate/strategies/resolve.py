@@ -104,7 +104,7 @@ def _check_deepspeed(request: RunRequest, hardware: str) -> None:
     mesh = request.parallelism
     hint = "; its own tensor parallelism is tensor_parallel.autotp_size in its configuration"
     own = (MeshAxis.SP, MeshAxis.DP_REPLICATE, MeshAxis.DP_SHARD)
-    if mesh is not None and mesh.sp_enabled and mesh.sp_backend != "deepspeed":
+    if mesh is not None and mesh.sequence_backend == "torch":
         reason = "DeepSpeed's engine shards sequences itself"
         fix = 'Set it to "deepspeed", or train without deepspeed_plugin'
         raise wrong_value("sp_backend", mesh.sp_backend, reason, fix)
@@ -183,7 +183,7 @@ def _check_pipeline(mesh: ParallelismConfig, request: RunRequest) -> None:
 
 def _check_sequences(mesh: ParallelismConfig, request: RunRequest) -> None:
     """Raises an error for arguments that do not work with Ulysses sequence parallelism by torch."""
-    if not mesh.sp_enabled or mesh.sp_backend != "torch":
+    if mesh.sequence_backend != "torch":
         return
     if mesh.pp_enabled:
         reason = "the stages of a pipeline exchange whole sequences"
@@ -197,7 +197,7 @@ def _check_sequences(mesh: ParallelismConfig, request: RunRequest) -> None:
 
 
 def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin | None) -> None:
-    if mesh.sp_enabled and mesh.sp_backend == "deepspeed":
+    if mesh.sequence_backend == "deepspeed":
         reason = "DeepSpeed's attention shards sequences, and this run does not use DeepSpeed"
         fix = 'Set sp_backend="torch", pass deepspeed_plugin=DeepSpeedPlugin(...), or set cp_size instead'
         raise wrong_value("sp_size", mesh.sp_size, reason, fix)

@@ -109,6 +109,7 @@ from accelerate.torch_private.tracing import (
     draws_random_numbers as draws_random_numbers,
     fake_parameters_converted as fake_parameters_converted,
     find_recomputation as find_recomputation,
+    is_fake as is_fake,
     is_operator as is_operator,
     log_silenced as log_silenced,
     memory_dump as memory_dump,

@@ -49,6 +49,11 @@ def log_silenced(name: str) -> Iterator[None]:
         log.setLevel(level)
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Returns whether a tensor is that of a trace, which has no values."""
+    return "FakeTensor" in (kind.__name__ for kind in type(tensor).__mro__)  # without an import of the class
+
+
 def skip_frozen_gradients(tracker: Any, model: nn.Module) -> None:
     """Makes a `MemTracker` set no gradient hooks on frozen parameters, for which torch raises an error.
 

@@ -221,7 +221,7 @@ def plain(value: object) -> Any:
 
 
 def flatten(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns plain values without nested dictionaries, such as `{"a/b": 1}` for `{"a": {"b": 1}}`."""
+    """Flattens nested dictionaries, whose keys are joined by a slash, and returns plain values."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):

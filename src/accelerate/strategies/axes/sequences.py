@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from accelerate import ops
+from accelerate import ops, torch_private
 from accelerate.base import ConfigurationError, wrong_value
 from accelerate.nested import iterate_tensors, recursively_apply
 from accelerate.parallelism_config import MeshAxis, ParallelismConfig
@@ -49,7 +49,7 @@ from accelerate.strategies.axes.sharded_forwards import (
 )
 from accelerate.strategies.axes.trainer_batches import count_whole_batches
 from accelerate.strategies.axes.whole_check import OutputDims, check_forward
-from accelerate.strategies.axes.whole_losses import refuse_whole_labels, whole_loss
+from accelerate.strategies.axes.whole_losses import named_arguments, refuse_whole_labels, whole_loss
 from accelerate.strategies.layer import Layer
 
 T = TypeVar("T")
@@ -243,7 +243,7 @@ def _has_cache(inputs: Inputs) -> bool:
 
 def _is_traced(inputs: Inputs) -> bool:
     """Returns whether a memory plan traces the model, which is that of one rank."""
-    return any(tensor.is_meta or type(tensor).__name__ == "FakeTensor" for _, tensor in inputs.tensors())
+    return any(tensor.is_meta or torch_private.is_fake(tensor) for _, tensor in inputs.tensors())
 
 
 def _is_loss(tensor: Tensor) -> bool:
@@ -340,8 +340,7 @@ class _BlockLosses(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.nn.functional.cross_entropy and not sequence_state().depth:
-            names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-            arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            arguments = named_arguments(args, kwargs or {})
             refuse_whole_labels(arguments, self._shards)
             if arguments.get("reduction", "mean") == "mean":
                 return whole_loss(func, arguments, self._shards)
@@ -353,7 +352,7 @@ class _BlockLosses(TorchFunctionMode):
 
 def outputs_are_whole(parallelism: ParallelismConfig | None) -> bool:
     """Returns whether models of a run return whole sequences although ranks divide them."""
-    is_torch = parallelism is not None and parallelism.sp_enabled and parallelism.sp_backend == "torch"
+    is_torch = parallelism is not None and parallelism.sequence_backend == "torch"
     return is_torch and sequence_state().block is None
 
 

@@ -34,5 +34,5 @@ def count_whole_batches() -> None:
 def _ranks_of_sequence(trainer: Any) -> int:
     """Returns the number of ranks that divide sequences by torch, which is 1 in other runs."""
     parallelism: Any = getattr(trainer.accelerator, "parallelism_config", None)
-    is_torch = parallelism is not None and parallelism.sp_backend == "torch"
+    is_torch = parallelism is not None and parallelism.sequence_backend == "torch"
     return int(parallelism.sp_size) if is_torch else 1

@@ -38,8 +38,12 @@ def cross_entropy(
     forward = sequence_state().current
     if forward is None:
         return function(*args, **kwargs)
-    arguments = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-    return whole_loss(function, arguments, forward.shards)
+    return whole_loss(function, named_arguments(args, kwargs), forward.shards)
+
+
+def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call of `cross_entropy` by name."""
+    return {**dict(zip(_NAMES, args, strict=False)), **kwargs}
 
 
 def whole_loss(function: Callable[..., Tensor], arguments: dict[str, Any], shards: SequenceShards) -> Tensor:

@@ -223,7 +223,7 @@ class Pipeline:
             is_checked: Whether to check that the loss of two micro-batches is that of their samples.
         """
         first: list[Computed] = []
-        weigh = self._weighing(microbatches)
+        weight_of = self._weight_function(microbatches)
         compared = pair_to_compare(microbatches) if loss_fn is not None and is_checked else ()
 
         def finish(outputs: object, index: int) -> Tensor:
@@ -234,7 +234,7 @@ class Pipeline:
                 raise wrong_value("loss", "a tensor without gradient", "no layer would be trained", fix)
             weight = part.weight
             if loss_fn is None and not is_sum:
-                weight = weigh(index, outputs)
+                weight = weight_of(index, outputs)
             if not weight:
                 return scale(zero_loss(outputs))
             losses.append(weight * loss.detach().float())
@@ -323,12 +323,12 @@ class Pipeline:
         self._has_evaluated = True
         found: dict[int, Any] = {}
         merged: list[Any] = []
-        weigh = self._weighing(microbatches)
+        weight_of = self._weight_function(microbatches)
 
         def finish(outputs: object, index: int) -> Tensor:
             found[index] = outputs
             if len(found) == len(parts):
-                weights = [weigh(i, found[i]) for i in range(len(parts))]
+                weights = [weight_of(i, found[i]) for i in range(len(parts))]
                 merged.append(merge_outputs([found[i] for i in range(len(parts))], sizes, weights))
             return torch.zeros((), device=self.device)
 
@@ -336,17 +336,17 @@ class Pipeline:
         self._program = self._program_of_user()
         return self._sent_from_last(merged[0] if merged else None)
 
-    def _weighing(self, microbatches: Sequence[MicroBatch]) -> Callable[[int, Any], float]:
+    def _weight_function(self, microbatches: Sequence[MicroBatch]) -> Callable[[int, Any], float]:
         """Returns a function of the index and the outputs of a micro-batch that returns its weight."""
         shares = cache(partial(shares_of_labels, microbatches))
 
-        def weigh(index: int, outputs: object) -> float:
+        def weight_of(index: int, outputs: object) -> float:
             weight, self._skipped_labels = weight_of_labels(
                 microbatches, index, shares, outputs, self._skipped_labels
             )
             return weight
 
-        return weigh
+        return weight_of
 
     def _sent_from_last(self, outputs: object) -> Any:
         """Returns the outputs of the last stage on all ranks of the pipeline."""

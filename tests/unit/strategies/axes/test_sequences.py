@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
 
+from accelerate import ParallelismConfig
 from accelerate.base import ConfigurationError, PreparationError
 from accelerate.strategies.axes.head_exchange import SequenceShards, divide, repeats_of
 from accelerate.strategies.axes.sequence_inputs import beginning, inputs_of, length_of, sharded
 from accelerate.strategies.axes.sequence_models import check_model
 from accelerate.strategies.axes.trainer_batches import count_whole_batches
+from accelerate.strategies.axes.whole_losses import named_arguments
 
 
 class Group:
@@ -155,8 +157,8 @@ def test_models_with_attention_only_are_taken() -> None:
 class Trainer:
     """Counts as transformers' Trainer does."""
 
-    def __init__(self, backend: str) -> None:
-        parallelism = SimpleNamespace(sp_backend=backend, sp_size=2)
+    def __init__(self, backend: Literal["deepspeed", "torch"]) -> None:
+        parallelism = ParallelismConfig(sp_size=2, sp_backend=backend)
         self.accelerator = SimpleNamespace(parallelism_config=parallelism)
 
     def get_sp_size(self) -> int:
@@ -178,3 +180,10 @@ def test_the_trainer_counts_whole_batches_with_torch_only(monkeypatch: pytest.Mo
         for backend in ("torch", "deepspeed")
     }
     assert sizes == {"torch": (1, 4), "deepspeed": (2, 4)}
+
+
+def test_positional_arguments_of_cross_entropy_are_named() -> None:
+    args = (torch.zeros(2, 3), torch.zeros(2), None, None, -100, None, "mean", 0.1)
+    named = named_arguments(args, {})
+    assert named["reduction"] == "mean"
+    assert named["label_smoothing"] == 0.1
