@@ -99,6 +99,53 @@ def test_a_loop_over_weights_of_layers_on_different_ranks_raises_an_error_on_bot
     assert "weight of student.0 on stage 0" in second[0]
 
 
+def update_copy() -> None:
+    """An average by hand, of a copy from before `prepare`, matches parameters by position."""
+    torch.manual_seed(0)
+    mesh = ParallelismConfig(pp_size=2, pp_handler=PipelineConfig(microbatches=2))
+    accelerator = Accelerator(cpu=True, parallelism_config=mesh)
+    model = Pair()
+    average = copy.deepcopy(model)
+    model = accelerator.prepare(model)
+    assert [p.shape for p in model.parameters()] == [p.shape for p in average.parameters()]
+    with torch.no_grad(), pytest.raises(StateError, match=r"average weights with accelerator\.average"):
+        lerp_each(average, model)
+    first, second = ([*model.named_parameters()] for _ in range(2))
+    assert first == second
+    assert len(first) < len(list(model.parameters()))
+
+
+def test_a_copy_from_before_prepare_is_not_matched_with_other_layers(run: Run) -> None:
+    run(update_copy)
+
+
+def draw_weights() -> list[Tensor]:
+    """Returns a draw after loops that draw values for all parameters."""
+    torch.manual_seed(0)
+    mesh = ParallelismConfig(pp_size=2, pp_handler=PipelineConfig(microbatches=2))
+    accelerator = Accelerator(cpu=True, parallelism_config=mesh)
+    plain = nn.Sequential(nn.Linear(4, 40), nn.Linear(40, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model = accelerator.prepare(copy.deepcopy(plain))
+    draws = []
+    for each in (plain, model):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in each.parameters():
+                nn.init.normal_(parameter)
+                parameter.add_(torch.randn_like(parameter)).data.clamp_(-1, 1)
+        draws.append(torch.rand(4))
+    whole, own = plain.state_dict(), dict(model.named_parameters())
+    assert 0 < len(own) < len(whole)
+    for name, parameter in own.items():
+        assert torch.equal(parameter, whole[name])
+    return draws
+
+
+def test_loops_draw_the_values_of_one_process(run: Run) -> None:
+    first, second = run(draw_weights)
+    assert all(torch.equal(first[0], each) for each in (*first, *second))
+
+
 def use_whole_layers() -> None:
     """Calls that need no values of other ranks work on each rank."""
     accelerator, model = prepare_pair()

@@ -139,7 +139,7 @@ def train(
         "logits": torch.cat([logits for logits, _ in pairs]),
         "targets": torch.cat([targets for _, targets in pairs]),
         "state": {name: value.clone() for name, value in state.items()},
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": sum(parameter.numel() for _, parameter in model.named_parameters()),
     }
 
 

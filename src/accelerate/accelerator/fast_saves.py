@@ -300,7 +300,7 @@ class FastSaves:
 
 
 def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
+    yield from (parameter for _, parameter in model.named_parameters())
     yield from model.buffers()
 
 

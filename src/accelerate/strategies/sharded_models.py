@@ -324,7 +324,7 @@ class ShardedModels(Layer):
 def _by_mesh(model: nn.Module) -> dict[Any, list[nn.Parameter]]:
     """Returns the trained parameters of a model by their mesh, where that of unsharded ones is None."""
     found: dict[Any, list[nn.Parameter]] = {None: []}
-    for parameter in model.parameters():
+    for _, parameter in model.named_parameters():  # those of this rank, also in a pipeline
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             found.setdefault(mesh, []).append(parameter)

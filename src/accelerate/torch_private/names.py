@@ -192,6 +192,11 @@ NAMES: dict[str, PrivateName] = {
         "Reads shapes of tensors inside a TorchFunctionMode without a call of the mode.",
         lambda: nullcontext,
     ),
+    "is_torch_function_enabled": PrivateName(
+        "torch._C:_is_torch_function_enabled",
+        "False where a kernel of torch reads an attribute of a tensor subclass.",
+        lambda: lambda: True,
+    ),
     "default_to_foreach": PrivateName(
         "torch.optim.optimizer:_default_to_fused_or_foreach",
         "Whether an optimizer uses foreach kernels by default, which need more memory.",

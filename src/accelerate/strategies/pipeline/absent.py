@@ -40,8 +40,8 @@ class AbsentTensor(Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Device of the rank, where code creates tensors for this one."""
-        return self.rank_device
+        """Device of the rank, where code creates tensors for this one, but meta inside of operators."""
+        return self.rank_device if torch_private.is_torch_function_enabled() else super().device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
         return memo.setdefault(id(self), absent_tensor(self, self.layer, self.rank_device))  # type: ignore[no-any-return]
@@ -59,16 +59,48 @@ class AbsentTensor(Tensor):
         ]
         absent = next(tensor for tensor in tensors if isinstance(tensor, AbsentTensor))
         others = [tensor for tensor in tensors if not isinstance(tensor, AbsentTensor)]
-        has_values = any(tensor.ndim for tensor in others) or not isinstance(tensors[0], AbsentTensor)
+        # A rate of an optimizer, for example, may be an argument, but not one of several tensors.
+        has_values = (
+            any(tensor.ndim for tensor in others)
+            or not isinstance(tensors[0], AbsentTensor)
+            or any(
+                isinstance(arg, (list, tuple)) and not set(map(id, others)).isdisjoint(map(id, arg))
+                for arg in args
+            )
+        )
         if func in TO_PYTHON or func is Tensor.backward or (others and has_values):
             _refuse_values(absent)
         if func in _MOVES:
             func, args, kwargs = Tensor.detach, args[:1], {}
-        outputs = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        with _Draws(absent.rank_device):
+            outputs = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         for output in torch_private.pytree.tree_leaves(outputs):
             if isinstance(output, AbsentTensor) and "layer" not in vars(output):
                 output.layer, output.rank_device = absent.layer, absent.rank_device
         return outputs
+
+
+class _Draws(torch_private.TorchDispatchMode):  # type: ignore[misc]
+    """Draws random values for tensors without values, too, so that the generators of all ranks stay equal."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            values = torch_private.pytree.tree_map_only(
+                Tensor, lambda tensor: torch.empty_like(tensor, device=self.device), (args, kwargs)
+            )
+            func(*values[0], **values[1])
+        return func(*args, **kwargs)
 
 
 def absent_tensor(tensor: Tensor, layer: str, device: torch.device) -> AbsentTensor:
@@ -92,7 +124,9 @@ def _refuse_values(tensor: AbsentTensor) -> NoReturn:
 
 
 def show_absent_weights(model: nn.Module, layers: Mapping[nn.Module, str], device: torch.device) -> None:
-    """Lets modules of a model return absent weights, but not the model, whose optimizers step its own ones.
+    """Lets modules of a model return absent weights.
+
+    `named_parameters` of the model itself yields its own parameters only.
 
     Args:
         model: The model with all its weights.
@@ -108,6 +142,8 @@ def show_absent_weights(model: nn.Module, layers: Mapping[nn.Module, str], devic
             for weight in _own_weights(part)
             if id(weight) not in known
         }
+    whole: Any = type(model)
+    model.__class__ = _with_all_positions(whole)
     for name, module in list(model.named_modules()):
         if module in layers:
             module.__dict__[_WEIGHTS] = tuple(
@@ -123,6 +159,18 @@ def show_absent_weights(model: nn.Module, layers: Mapping[nn.Module, str], devic
 def _own_weights(module: nn.Module) -> list[Tensor]:
     weights = (*module._parameters.values(), *module._buffers.values())
     return [weight for weight in weights if weight is not None]
+
+
+@cache
+def _with_all_positions(kind: Any) -> type[nn.Module]:
+    """Returns a class whose `parameters` include absent ones, as copies are matched by position."""
+
+    def parameters(self: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
+        modules = self.named_modules() if recurse else [("", self)]
+        return (weight for _, weight in _named_weights(modules, 0, remove_duplicate=True))
+
+    members = {"parameters": parameters, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), members)
 
 
 @cache

@@ -106,8 +106,8 @@ class PipelineAxis(Layer):
         """Removes the layers of other ranks from a model, and their parameters from optimizers."""
         session, whole = self._strategy().session, list(model.parameters())
         self._split(model)
-        own = set(model.parameters())
-        whole += [parameter for child in model.children() for parameter in child.parameters()]  # absent ones
+        own = set(named_parameters(model).values())
+        whole += model.parameters()  # with absent ones
         session.drop(parameter for parameter in whole if parameter not in own)
         session.remap([*session.waiting, *session.prepared.optimizers])
 
