@@ -380,7 +380,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             closure = partial(_identity, self._call_once(closure, reason, fix))
         for is_taken in self.conditions:
             if not is_taken():
-                self._leave_out()
+                self._is_overflow, self.gradients_unscaled = True, False
+                if self.scaler is not None:
+                    torch_private.reset_unscaled(self.scaler)
                 return None
         self._is_overflow = False
         if self.steps_in_backward:
@@ -397,12 +399,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         result = step() if closure is None else step(closure)  # some optimizers take no closure
         self.num_updates += 1
         return result
-
-    def _leave_out(self) -> None:
-        """Records that a step is not taken, whose gradients may be unscaled already."""
-        self._is_overflow, self.gradients_unscaled = True, False
-        if self.scaler is not None:
-            torch_private.reset_unscaled(self.scaler)
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         scaler: torch.amp.GradScaler = self.scaler  # type: ignore[assignment]

@@ -189,7 +189,8 @@ class Accumulation:
             optimizer.record_pass()  # `step` may be called in the last micro-batch only
             if optimizer.held is None:
                 take_unreduced = partial(torch_private.TakenGradients, self.prepared.models)
-                optimizer.held = HeldGradients(self._num_summed(), take_unreduced)
+                num_summed = self.strategy.replicas * self.groups.num_replicas
+                optimizer.held = HeldGradients(num_summed, take_unreduced)
                 optimizer.holds_windows = True
             optimizer.held.begin(
                 optimizer.parameters(), is_first=is_first, is_last=is_last, is_alone=len(trained) == 1
@@ -219,10 +220,6 @@ class Accumulation:
         for optimizer in self.prepared.optimizers:
             if not optimizer.steps_in_backward and not own.isdisjoint(map(id, optimizer.parameters())):
                 yield optimizer
-
-    def _num_summed(self) -> int:
-        """Returns the number of ranks, over all replica groups, whose gradients the last micro-batch sums."""
-        return self.strategy.replicas * self.groups.num_replicas
 
     def begin_backward(self) -> None:
         """Begins a backward pass, before the loss is scaled."""

@@ -72,7 +72,8 @@ class WeightAverage:
         device: torch.device | str | None,
     ) -> None:
         _check_options(decay, every, start)
-        self.model = _find_model(runtime, model)
+        self.model = runtime.find_prepared(model)
+        runtime.strategy.state.check_averages(self.model)
         self.is_applied = False
         self._runtime = runtime
         self._decay, self._every, self._start = decay, every, start
@@ -368,13 +369,6 @@ class _Lookup:
         if first + view.numel() > local.numel():
             return None
         return average.view(-1)[first : first + view.numel()].view(view.shape)
-
-
-def _find_model(runtime: Runtime, model: nn.Module) -> nn.Module:
-    """Returns the prepared model, or raises an error for one that is not prepared or cannot be averaged."""
-    prepared = runtime.find_prepared(model)
-    runtime.strategy.state.check_averages(prepared)
-    return prepared
 
 
 def _check_options(decay: Decay, every: int, start: int) -> None:

@@ -23,7 +23,7 @@ _FIX = (
 )
 
 
-def find_loader(gradients: GradientState, data: Any) -> Any:
+def find_loader(gradients: GradientState, data: object) -> Any:
     """Returns the loader whose latest batch the data belongs to, or None if no loader is being read.
 
     Called on all ranks.
@@ -40,7 +40,9 @@ def find_loader(gradients: GradientState, data: Any) -> Any:
     owners = [loader for loader in loaders if shares_memory(data, getattr(loader, "latest_batch", None))]
     latest = max(loaders, key=_read_at)
     # A loader that waits while another one is read from its start, such as for an evaluation, is not meant.
-    candidates = owners or [each for each in loaders if each is latest or _read_at(each) > _began_at(latest)]
+    candidates = owners or [
+        each for each in loaders if each is latest or _read_at(each) > getattr(latest, "began_at", 0)
+    ]
     return candidates[0] if len(candidates) == 1 else _choose(candidates, latest, data, bool(owners))
 
 
@@ -53,7 +55,7 @@ def num_real_rows(loader: Any) -> int:
     return int(loader.remainder if is_short else loader.full_rows)
 
 
-def shares_memory(data: Any, batch: Any) -> bool:
+def shares_memory(data: object, batch: object) -> bool:
     """Returns whether two structures have an object, or memory of a tensor, in common."""
     items = list(_items(batch))
     identities, spans = set(map(id, items)), list(filter(None, map(_memory, items)))
@@ -64,7 +66,7 @@ def shares_memory(data: Any, batch: Any) -> bool:
     return False
 
 
-def _choose(candidates: list[Any], latest: Any, data: Any, is_owned: bool) -> Any:
+def _choose(candidates: list[Any], latest: Any, data: object, is_owned: bool) -> Any:
     """Returns the loader with as many rows as the data, or the latest one, which is the same on all ranks."""
     lengths = {length for item in _items(data) if (length := _length(item)) is not None}
     paddings = [_padding_of(loader, lengths) for loader in candidates]
@@ -88,16 +90,13 @@ def _choose(candidates: list[Any], latest: Any, data: Any, is_owned: bool) -> An
         if len(fitting) == 1:
             return fitting[0]
         if fitting:
-            _warn(fitting)
+            logger.warning_once(
+                f"gather_for_metrics: {len(fitting)} loaders are being read whose batches have as many rows "
+                "as the data, but different padding. The padding of the loader that was read last is "
+                f"removed. {_FIX}"
+            )
             return latest if latest in fitting else fitting[-1]
     return default
-
-
-def _warn(loaders: list[Any]) -> None:
-    logger.warning_once(
-        f"gather_for_metrics: {len(loaders)} loaders are being read whose batches have as many rows as the "
-        "data, but different padding. The padding of the loader that was read last is removed. " + _FIX
-    )
 
 
 def _padding_of(loader: Any, lengths: set[int]) -> Any:
@@ -112,22 +111,18 @@ def _padding_of(loader: Any, lengths: set[int]) -> Any:
     return num_real_rows(loader), full
 
 
-def _length(item: Any) -> int | None:
+def _length(item: object) -> int | None:
     if isinstance(item, torch.Tensor):
         return item.shape[0] if item.ndim else None
     is_of_tensors = isinstance(item, list) and any(isinstance(each, torch.Tensor) for each in item)
     return len(item) if isinstance(item, list) and not is_of_tensors else None
 
 
-def _read_at(loader: Any) -> int:
+def _read_at(loader: object) -> int:
     return getattr(loader, "read_at", 0)
 
 
-def _began_at(loader: Any) -> int:
-    return getattr(loader, "began_at", 0)
-
-
-def _items(data: Any) -> Iterator[Any]:
+def _items(data: object) -> Iterator[Any]:
     """Yields a structure and all in it, without numbers and strings, of which there are equal objects."""
     if data is None or isinstance(data, (bool, int, float, complex, str, bytes)):
         return
@@ -140,7 +135,7 @@ def _items(data: Any) -> Iterator[Any]:
         yield data
 
 
-def _memory(item: Any) -> tuple[torch.device, int, int] | None:
+def _memory(item: object) -> tuple[torch.device, int, int] | None:
     """Returns the device, the first and the last address of a tensor, or None if it has none."""
     if not isinstance(item, torch.Tensor) or item.layout is not torch.strided or item.is_nested:
         return None

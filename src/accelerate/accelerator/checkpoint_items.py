@@ -52,7 +52,9 @@ def collect(runtime: Runtime, staging: Staging, step: int, safe: bool) -> list[P
             files += _take_shards(runtime, staging, part.folder, part.make_sharded().state())
         else:
             files += part.collect(staging.is_owner)
-    _call_hooks(runtime, weights, staging)  # after these collectives, since a hook may fail on one rank
+    models = list(runtime.prepared.models)  # after these collectives, since a hook may fail on one rank
+    for hook in runtime.checkpoints.save_hooks.values():
+        hook(models, weights, str(staging.folder))
     of_models: list[Payload] = []
     for index, state in enumerate(weights):
         if in_shards:
@@ -105,12 +107,6 @@ def _take_shards(runtime: Runtime, staging: Staging, folder: str, state: Mapping
     if staging.request.is_generation:  # nodes hold the files of some ranks
         return shard_files.payloads(folder, rank, state)
     return [shard_files.payload(folder, rank, state)]
-
-
-def _call_hooks(runtime: Runtime, weights: list[Mapping[str, Any]], staging: Staging) -> None:
-    models = list(runtime.prepared.models)
-    for hook in runtime.checkpoints.save_hooks.values():
-        hook(models, weights, str(staging.folder))
 
 
 def _read_generators(

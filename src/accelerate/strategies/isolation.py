@@ -154,7 +154,8 @@ class IsolationCheck:
         split: Callable[..., AbstractContextManager[Any]] = lambda **_: nullcontext(),
     ) -> None:
         self._model, self._device, self._split = model, device, split
-        self._numbers = _numbered(documents)
+        begins = documents[:, 1:] != documents[:, :-1]
+        self._numbers = F.pad(begins.long().cumsum(1), (1, 0)).masked_fill(documents == NONE, NONE)
         self._batch = torch_private.pytree.tree_map_only(Tensor, self._as_input, batch)
         leaves = [leaf for leaf in torch_private.pytree.tree_leaves(self._batch) if isinstance(leaf, Tensor)]
         self._inputs = [leaf for leaf in leaves if leaf.requires_grad]
@@ -259,12 +260,6 @@ def _whole(tensor: Tensor) -> Tensor:
     """Returns a tensor, or the whole of a distributed one with its gradient."""
     whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return whole
-
-
-def _numbered(documents: Tensor) -> Tensor:
-    """Returns the documents of each row, numbered from 0 in their order, with -1 for padding."""
-    begins = documents[:, 1:] != documents[:, :-1]
-    return F.pad(begins.long().cumsum(1), (1, 0)).masked_fill(documents == NONE, NONE)
 
 
 def is_on_any_rank(value: bool, device: torch.device) -> bool:

@@ -6,7 +6,7 @@ the configurations against this node. The strategy raises all problems of a `pre
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -155,17 +155,12 @@ def check_hardware(configs: Sequence[dict[str, Any]], device: torch.device) -> N
         if look_up(config, "msamp.enabled"):
             reason, fix = "MS-AMP is no longer maintained", "Use mixed_precision='fp8' with torchao"
             raise wrong_value("enable_msamp", True, reason, fix)
-        for name in _on_nvme(config):
-            if not supports_nvme():
+        for name in ("optimizer", "param"):
+            target = look_up(config, f"zero_optimization.offload_{name}.device")
+            if target == "nvme" and not supports_nvme():
                 reason = "DeepSpeed's extension async_io, which accesses NVMe, cannot be built here"
                 fix = "Install libaio with its headers (libaio-dev or libaio-devel), or offload to cpu"
                 raise wrong_value(f"offload_{name}_device", "nvme", reason, fix)
-
-
-def _on_nvme(config: Mapping[str, Any]) -> Iterator[str]:
-    for name in ("optimizer", "param"):
-        if look_up(config, f"zero_optimization.offload_{name}.device") == "nvme":
-            yield name
 
 
 def supports_nvme() -> bool:

@@ -101,19 +101,16 @@ def apply_to_shards(model: nn.Module) -> None:
             kind.zero_grad = _zero_grad
 
 
-def _zero_grad(unit: Any, set_to_none: bool = True) -> None:
+def _zero_grad(unit: nn.Module, set_to_none: bool = True) -> None:
     """Removes the gradients of a unit of FSDP 2, but for those of a window that are not reduced yet.
 
     See `torch.nn.Module.zero_grad`.
     """
     with torch_private.unreduced_gradients_kept(unit):
-        super(_class_of_zero_grad(unit), unit).zero_grad(set_to_none)
+        # The class that has this function, from which a user's class may be derived
+        owner: Any = next(kind for kind in type(unit).__mro__ if vars(kind).get("zero_grad") is _zero_grad)
+        super(owner, unit).zero_grad(set_to_none)
     torch_private.zero_sharded_gradients(unit, set_to_none)
-
-
-def _class_of_zero_grad(unit: object) -> Any:
-    """Returns the class of a unit that has `_zero_grad`, from which a user's class may be derived."""
-    return next(kind for kind in type(unit).__mro__ if vars(kind).get("zero_grad") is _zero_grad)
 
 
 def _reshard(model: nn.Module, args: tuple[Any, ...], output: object) -> None:

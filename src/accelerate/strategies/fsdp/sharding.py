@@ -81,7 +81,9 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
         getattr(accelerator, "scaler_handler", None),
     )
     ignored |= whole or set()
-    experts = _experts_of(accelerator, model)
+    parallelism = accelerator.state.parallelism_config
+    has_experts = parallelism is not None and parallelism.ep_enabled
+    experts = list_experts(model, parallelism.ep_handler.is_experts) if has_experts else []
     inside = {module for unit in experts for module in unit.modules()}
     chosen = [*experts, *(unit for unit in chosen if unit not in inside)]
     units = split_by_dtype(model, [*in_float32, *chosen], ignored)
@@ -111,14 +113,6 @@ def _meshes_with_experts(accelerator: Any) -> ExpertMeshes | None:
     if parallelism is None or not parallelism.ep_enabled:
         return None
     return meshes_of(parallelism)
-
-
-def _experts_of(accelerator: Any, model: nn.Module) -> list[nn.Module]:
-    """Returns the modules of a model whose experts are sharded by expert parallelism."""
-    parallelism = accelerator.state.parallelism_config
-    if parallelism is None or not parallelism.ep_enabled:
-        return []
-    return list_experts(model, parallelism.ep_handler.is_experts)
 
 
 def plan_units(

@@ -76,14 +76,9 @@ def split_into_microbatches(
     parts, sizes = split_batch(dict(batch) if isinstance(batch, Mapping) else batch, count)
     weights = [1.0] * len(sizes) if is_sum else _shares(sizes)
     return [
-        _microbatch(model, part, has_loss, size, weight)
+        MicroBatch(*arguments_of(model, part, has_loss), size, weight)
         for part, size, weight in zip(parts, sizes, weights, strict=True)
     ]
-
-
-def _microbatch(model: nn.Module, part: object, has_loss: bool, size: int, weight: float) -> MicroBatch:
-    args, kwargs, target = arguments_of(model, part, has_loss)
-    return MicroBatch(args, kwargs, target, size, weight)
 
 
 def _shares(counts: Sequence[int]) -> list[float]:

@@ -291,7 +291,8 @@ class Tracer(TorchFunctionMode):
             fix = f"Call the modules of a list in its order, and {start} in each batch (no layer drop)"
         else:
             again = " again" if any(call.submodule is submodule for call in self.trace.calls) else ""
-            call = f"{name} of {_stages(submodule.stages)}{again} on stage {self.stage}"
+            stages = ", ".join(map(str, sorted(submodule.stages)))
+            call = f"{name} of stage {stages}{again} on stage {self.stage}"
             fix = "Register modules in the order of their calls, let one stage compute all calls of a module"
         return PreparationError(
             f"{type(self._model).__name__} cannot be split like this: its forward calls {call}. {fix}, or "
@@ -461,7 +462,3 @@ def collect_outputs(
     """
     source = "transformers.utils.output_capturing"
     return torch_private.call_forward_hooks(module, args, kwargs, outputs, source)
-
-
-def _stages(stages: Iterable[int]) -> str:
-    return f"stage {', '.join(map(str, sorted(stages)))}"
