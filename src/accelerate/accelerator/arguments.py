@@ -140,7 +140,7 @@ def _prefer_argument(
     return argument
 
 
-def _member(name: str, value: Any, known: Sequence[str]) -> str:
+def _member(name: str, value: object, known: Sequence[str]) -> str:
     text = str(plain_value(value)).lower()
     if text not in known:
         raise wrong_value(name, value, f"it is none of {', '.join(known)}", "Choose one of them")

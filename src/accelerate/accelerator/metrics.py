@@ -89,7 +89,7 @@ def _last_samples(data: Any, loader: Any, as_objects: bool) -> Any:
     if real >= full:
         return data
 
-    def cut(leaf: Any) -> Any:
+    def cut(leaf: torch.Tensor) -> Any:
         length = _num_rows(leaf)
         # The rows of the batch are samples, even if the length of the data is wrong.
         is_repeated = length == full and (loader.valid_counts is not None or length != loader.batch_rows)
@@ -111,7 +111,7 @@ def _last_samples(data: Any, loader: Any, as_objects: bool) -> Any:
 # The structure of the data
 
 
-def _leaves_of(data: Any) -> list[Any] | None:
+def _leaves_of(data: object) -> list[Any] | None:
     """Returns the tensors and the lists of objects in a structure, or None if there is another value.
 
     Tuples, dictionaries, and lists that contain a tensor themselves belong to the structure.
@@ -129,18 +129,18 @@ def _leaves_of(data: Any) -> list[Any] | None:
     return leaves
 
 
-def _is_leaf(item: Any) -> bool:
+def _is_leaf(item: object) -> bool:
     if isinstance(item, list):
         return not any(isinstance(each, torch.Tensor) for each in item)
     return isinstance(item, torch.Tensor)
 
 
-def _is_of_tensors(data: Any) -> bool:
+def _is_of_tensors(data: object) -> bool:
     """Returns whether a structure has tensors and no other values."""
     return contains_tensor(data) and not _has_others(data)
 
 
-def _has_others(data: Any) -> bool:
+def _has_others(data: object) -> bool:
     if isinstance(data, (list, tuple, Mapping)):
         return any(map(_has_others, data.values() if isinstance(data, Mapping) else data))
     return not isinstance(data, torch.Tensor)

@@ -213,7 +213,7 @@ def _with_plugins_of_state(request: strategies.RunRequest, state: AcceleratorSta
     )
 
 
-def _refuse_second(name: str, plugin: Any, library: str) -> None:
+def _refuse_second(name: str, plugin: object, library: str) -> None:
     raise wrong_value(name, plugin, f"this process already runs without {library}", ONE_STATE)
 
 

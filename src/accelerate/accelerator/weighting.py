@@ -112,7 +112,7 @@ def factor_of(total: float, replicas: int) -> float:
     return replicas / total
 
 
-def read_items(value: Any) -> float:
+def read_items(value: object) -> float:
     """Returns a number of items as a float."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()

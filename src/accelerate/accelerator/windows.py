@@ -189,7 +189,7 @@ class _WindowReader:
         )
         self._ahead = batches, reduction
 
-    def _count_items(self, batch: Any, metadata: data_loader.BatchMetadata) -> Any:
+    def _count_items(self, batch: object, metadata: data_loader.BatchMetadata) -> Any:
         part = metadata.get("step_part")
         if part is not None and not part.weight:  # the batch repeats a sample of another rank
             return 0

@@ -222,7 +222,7 @@ def _gather_shards(state: Mapping[str, Any], *, keep: bool) -> Any:
     return recursively_apply(gather, state, test_type=is_dtensor)
 
 
-def _distribute(distribute: Distribute, value: Any, own: torch.Tensor) -> Any:
+def _distribute(distribute: Distribute, value: object, own: torch.Tensor) -> Any:
     return distribute(value, own) if is_dtensor(own) else value
 
 

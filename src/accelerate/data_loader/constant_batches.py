@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.utils.data import BatchSampler
 
@@ -180,6 +180,6 @@ class ConstantBatchShard(BatchSamplerShard):
         return max(len(self.sampler) - skipped * self.full.batch_size, 0)
 
 
-def has_constant_batches(index_sampler: Any, global_batch_size: int) -> bool:
+def has_constant_batches(index_sampler: object, global_batch_size: int) -> bool:
     """Returns whether the batches of an index sampler are divided into global batches of a constant size."""
     return type(index_sampler) is BatchSampler and global_batch_size % index_sampler.batch_size == 0

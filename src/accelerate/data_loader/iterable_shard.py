@@ -168,7 +168,7 @@ class StatefulDatasetShard(IterableDatasetShard):
         self.padding_source.restored = state[_PADDING_KEY]
 
 
-def has_state(dataset: Any) -> bool:
+def has_state(dataset: object) -> bool:
     """Returns whether a dataset can save and restore its position."""
     return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
@@ -182,7 +182,7 @@ def with_state(shard: IterableDatasetShard) -> IterableDatasetShard:
     return stateful
 
 
-def state_of_dataset(state: Any) -> Any:
+def state_of_dataset(state: object) -> Any:
     """Returns the state of a dataset from its own state or from that of a shard of it."""
     return state[_DATASET_KEY] if isinstance(state, dict) and _DATASET_KEY in state else state
 

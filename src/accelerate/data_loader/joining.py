@@ -56,7 +56,7 @@ class DatasetJoin:
         keep: Callable[[Any, bool], None],
         number: int,
         padding_record: PaddingRecord,
-        ended: Any = None,
+        ended: object = None,
     ) -> Iterator[Any]:
         """Yields the batches of this rank.
 
@@ -99,7 +99,7 @@ class DatasetJoin:
             state = state if is_over else upcoming_state
             number += 1
 
-    def _exchange(self, batch: Any) -> Counts:
+    def _exchange(self, batch: object) -> Counts:
         """Returns the samples in the batches of all groups in this step, 1 for a batch without a length."""
         samples = 0 if batch is _END else count_samples(batch)
         gathered = self.transport.gather(torch.tensor([1 if samples is None else samples])).tolist()

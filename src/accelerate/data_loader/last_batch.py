@@ -108,7 +108,7 @@ def cut_batch(batch: Any, span: slice, samples: int) -> Any:
     return batch
 
 
-def _is_nested(item: Any) -> bool:
+def _is_nested(item: object) -> bool:
     return isinstance(item, (torch.Tensor, Mapping, list, tuple))
 
 

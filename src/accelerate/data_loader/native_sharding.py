@@ -28,7 +28,7 @@ class NativeShard(NamedTuple):
     is_given: bool = False  # the user has sharded the dataset
 
 
-def native_shard(dataset: Any, groups: int, group: int) -> NativeShard | None:
+def native_shard(dataset: object, groups: int, group: int) -> NativeShard | None:
     """Returns the shard of one group of a dataset that shards itself, of any length, or None."""
     library = _package_of(dataset)
     if library == "datasets":  # streams: by their files, or by every n-th sample
@@ -72,7 +72,7 @@ def may_read_native_shard(
     return dispatch is None or (_num_shards(loader.dataset) or 1) % groups == 0
 
 
-def is_the_same_everywhere(dataset: Any, transport: Transport) -> bool:
+def is_the_same_everywhere(dataset: object, transport: Transport) -> bool:
     """Returns whether a dataset yields the same samples in the same order on all ranks.
 
     Called on all ranks. The states of all random generators in the dataset, and the number of its shards, are
@@ -82,7 +82,7 @@ def is_the_same_everywhere(dataset: Any, transport: Transport) -> bool:
     return all(facts == own for facts in transport.gather_object(own))
 
 
-def _num_shards(dataset: Any) -> int | None:
+def _num_shards(dataset: object) -> int | None:
     for name in ("num_shards", "n_shards"):
         number = getattr(dataset, name, None)
         if isinstance(number, int):
@@ -90,7 +90,7 @@ def _num_shards(dataset: Any) -> int | None:
     return None
 
 
-def generator_states(dataset: Any) -> list[Any]:
+def generator_states(dataset: object) -> list[Any]:
     """Returns the states of the random generators in a dataset and in its objects of the same package."""
     package = _package_of(dataset)
     getters: dict[type, Callable[[Any], Any]] = {
@@ -101,7 +101,7 @@ def generator_states(dataset: Any) -> list[Any]:
     }
     visited: set[int] = set()
 
-    def walk(value: Any, depth: int) -> Iterator[Any]:
+    def walk(value: object, depth: int) -> Iterator[Any]:
         if depth > _DEPTH or id(value) in visited:
             return
         visited.add(id(value))
@@ -120,5 +120,5 @@ def generator_states(dataset: Any) -> list[Any]:
     return list(walk(dataset, 0))
 
 
-def _package_of(value: Any) -> str:
+def _package_of(value: object) -> str:
     return type(value).__module__.partition(".")[0]

@@ -273,7 +273,7 @@ def _connect_ranks(
         dataset.stream_check = StreamCheck(transport, type(dataset.dataset).__name__)
 
 
-def _is_checked_stream(dataset: Any, loader: DataLoader[Any]) -> bool:
+def _is_checked_stream(dataset: object, loader: DataLoader[Any]) -> bool:
     """Returns whether the processes of the ranks read the dataset of the user, and may compare it."""
     is_shard = isinstance(dataset, IterableDatasetShard) and dataset.dataset is loader.dataset
     return is_shard and not loader.num_workers

@@ -45,7 +45,7 @@ class RankAttributes(NamedTuple):
         return f"{type(self.owner).__name__}({values})"
 
 
-def nested_samplers(index_sampler: Any) -> Iterator[Any]:
+def nested_samplers(index_sampler: object) -> Iterator[Any]:
     """Yields a sampler and all samplers and batch samplers in it, each once, the outermost first."""
     waiting, visited = [index_sampler], set[int]()
     while waiting:
@@ -58,7 +58,7 @@ def nested_samplers(index_sampler: Any) -> Iterator[Any]:
         waiting += [value for value in getattr(owner, "__dict__", {}).values() if isinstance(value, Sampler)]
 
 
-def nested_datasets(dataset: Any) -> Iterator[Any]:
+def nested_datasets(dataset: object) -> Iterator[Any]:
     """Yields a dataset and, from its attributes, all datasets and iterables of its package, each once."""
     package = _package(dataset)
     waiting, visited = [dataset], set[int]()
@@ -76,7 +76,7 @@ def nested_datasets(dataset: Any) -> Iterator[Any]:
             ]
 
 
-def _package(value: Any) -> str:
+def _package(value: object) -> str:
     return type(value).__module__.partition(".")[0]
 
 
@@ -92,7 +92,7 @@ def find_rank_attributes(owners: Iterable[Any]) -> list[RankAttributes]:
     return found
 
 
-def has_own_shard(index_sampler: Any, dataset: Any) -> bool:
+def has_own_shard(index_sampler: object, dataset: object) -> bool:
     """Returns whether a sampler or dataset of a loader has the number of ranks and its rank."""
     return bool(find_rank_attributes([*nested_samplers(index_sampler), *nested_datasets(dataset)]))
 
@@ -174,7 +174,7 @@ def padding_of(loader: DataLoader[Any]) -> int:
     return 0
 
 
-def pads_like_torch(batch_sampler: Any) -> bool:
+def pads_like_torch(batch_sampler: object) -> bool:
     """Returns whether batches are those of torch's `DistributedSampler`, of known padding."""
     sampler = getattr(batch_sampler, "sampler", None)
     if type(batch_sampler) is not BatchSampler or not isinstance(sampler, DistributedSampler):
@@ -284,7 +284,7 @@ def _check_no_rank_is_empty(counts: Counts) -> None:
 # Loaders that may be rank-aware
 
 
-def plain_index(index: Any) -> Any:
+def plain_index(index: object) -> Any:
     """Returns an index as a number, a string, or a tuple of these, which can be compared and sent."""
     if isinstance(index, Integral):
         return int(index)

@@ -419,7 +419,7 @@ def choose_move(device: Any, non_blocking: bool, batch: Any) -> Callable[[Any], 
         return partial(send_to_device, device="cpu") if is_needed else None
     observers = run_observers()
 
-    def send(batch: Any) -> Any:
+    def send(batch: object) -> Any:
         observers.before_move()
         return send_to_device(batch, device, non_blocking=non_blocking)
 

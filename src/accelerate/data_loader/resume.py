@@ -86,7 +86,7 @@ def capture(loader: Any) -> dict[str, Any] | None:
     }
 
 
-def is_state(state: Any) -> bool:
+def is_state(state: object) -> bool:
     """Returns whether an object is a state that `capture` returned, in any version."""
     return isinstance(state, Mapping) and {"version", "seen", "consumed", "generators"} <= state.keys()
 

@@ -396,23 +396,23 @@ def advance(iterator: Iterator[Any], count: int) -> None:
 # Chains of samplers
 
 
-def batch_samplers_of(index_sampler: Any) -> Iterator[Any]:
+def batch_samplers_of(index_sampler: object) -> Iterator[Any]:
     """Yields the index sampler of a loader, and each batch sampler in it."""
     while index_sampler is not None:
         yield index_sampler
         index_sampler = getattr(index_sampler, "batch_sampler", None)
 
 
-def _skips(index_sampler: Any) -> bool:
+def _skips(index_sampler: object) -> bool:
     return isinstance(index_sampler, SkipBatchSampler)
 
 
-def shard_of(index_sampler: Any) -> BatchSamplerShard | SamplerShard | None:
+def shard_of(index_sampler: object) -> BatchSamplerShard | SamplerShard | None:
     """Returns the shard in a chain of samplers, or None if nothing is sharded."""
     first = next(dropwhile(_skips, batch_samplers_of(index_sampler)), None)
     return first if isinstance(first, (BatchSamplerShard, SamplerShard)) else None
 
 
-def first_number(index_sampler: Any) -> int:
+def first_number(index_sampler: object) -> int:
     """Returns the number, in the whole epoch, of the first batch that a chain of samplers yields."""
     return sum(sampler.skip_batches for sampler in takewhile(_skips, batch_samplers_of(index_sampler)))

@@ -23,11 +23,11 @@ _SAMPLES = 4
 """Samples that are compared: shards may begin with equal samples."""
 
 
-def digest(sample: Any) -> str:
+def digest(sample: object) -> str:
     """Returns a digest of the numbers and strings in a sample, and of the types of other objects in it."""
     state = hashlib.blake2b(digest_size=16)
 
-    def add(value: Any) -> None:
+    def add(value: object) -> None:
         if isinstance(value, Mapping):
             value = list(value.items())
         if isinstance(value, torch.Tensor):

@@ -61,7 +61,7 @@ def is_shared() -> bool:
     return bool(import_module("torch_xla.runtime").is_spmd())
 
 
-def share_rows(tensor: "torch.Tensor", mesh: Any) -> None:
+def share_rows(tensor: "torch.Tensor", mesh: object) -> None:
     """Shards the rows of a tensor on the XLA device over a mesh, if they divide evenly."""
     if is_divisible(tensor, mesh):
         spec = (row_axes, *(None,) * (tensor.ndim - 1))

@@ -49,7 +49,7 @@ class Transport:
         """
         return tensor
 
-    def gather_object(self, obj: Any) -> list[Any]:
+    def gather_object(self, obj: object) -> list[Any]:
         """Returns the picklable objects of all ranks in rank order, on every rank."""
         return [obj]
 

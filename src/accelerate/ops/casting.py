@@ -70,5 +70,5 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> ConvertOutputs
     return ConvertOutputsToFp32(model_forward)
 
 
-def _is_half(value: Any) -> bool:
+def _is_half(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype in _HALF_DTYPES

@@ -79,9 +79,9 @@ def gather(tensor: T, *, uneven: bool = False) -> T:
 @overload
 def gather_object(object: list[T]) -> list[T]: ...
 @overload
-def gather_object(object: Any) -> Any: ...
+def gather_object(object: object) -> Any: ...
 @operation
-def gather_object(object: Any) -> Any:
+def gather_object(object: object) -> Any:
     """Gathers picklable objects from all ranks.
 
     Called on all ranks.
@@ -263,7 +263,7 @@ def gather_tensor_shape(tensor: Tensor | None) -> Tensor:
 
 
 @operation
-def copy_tensor_to_devices(tensor: Any = None) -> Any:
+def copy_tensor_to_devices(tensor: object = None) -> Any:
     """Copies nested tensors from the one rank that has them to all others.
 
     Called on all ranks. The other ranks do not need to know the structure or the shapes.
@@ -389,7 +389,7 @@ def _check_counts(counts: Sequence[int], transport: Transport) -> None:
         raise wrong_value("counts", tuple(counts), reason, "Give the number of samples of each")
 
 
-def _owner_and_object(obj: Any, transport: Transport, call: Call) -> tuple[int, Any]:
+def _owner_and_object(obj: object, transport: Transport, call: Call) -> tuple[int, Any]:
     """Returns the only rank whose object is not None, and its object."""
     entries = [obj] if transport.size == 1 else gather_objects(obj, transport, call)
     owners = [rank for rank, entry in enumerate(entries) if entry is not None]

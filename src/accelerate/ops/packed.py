@@ -217,7 +217,7 @@ def _full_tensor_and_first_ranks(leaf: Any, transport: Transport) -> tuple[Tenso
 # Objects and integers
 
 
-def gather_objects(obj: Any, transport: Transport, call: Call) -> list[Any]:
+def gather_objects(obj: object, transport: Transport, call: Call) -> list[Any]:
     """Returns the picklable objects of all ranks in rank order, on every rank."""
     header = transport.header
     if header is None:

@@ -238,7 +238,7 @@ class FlatStructure:
     containers: list[Any]  # for each container, the number of leaves before it, and its length or keys
 
 
-def flatten_structure(data: Any) -> FlatStructure:
+def flatten_structure(data: object) -> FlatStructure:
     """Returns the leaves, shapes, dtypes and containers of nested tensors.
 
     Raises an error unless all leaves are dense tensors on one device.
@@ -267,7 +267,7 @@ def unflatten_structure(data: Any, leaves: Iterator[Any]) -> Any:
     return recursively_apply(lambda leaf: next(leaves), data)
 
 
-def _collect(data: Any, leaves: list[Tensor], shapes_and_dtypes: list[Any], containers: list[Any]) -> None:
+def _collect(data: object, leaves: list[Tensor], shapes_and_dtypes: list[Any], containers: list[Any]) -> None:
     if isinstance(data, Tensor):
         if not is_dense(data):
             raise _NotSendableError
@@ -321,7 +321,7 @@ _FIXES: tuple[tuple[Callable[[Tensor], bool], str, str], ...] = (
 )
 
 
-def check_leaves(data: Any, path: str = "", accepts: Callable[[Tensor], bool] = _is_sendable) -> None:
+def check_leaves(data: object, path: str = "", accepts: Callable[[Tensor], bool] = _is_sendable) -> None:
     """Raises an error with the path of the first leaf that is not a tensor or is not accepted.
 
     Args:

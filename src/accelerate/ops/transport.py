@@ -94,7 +94,7 @@ class TorchTransport(Transport):
             all_gather_flat(as_supported(joined), as_supported(local))
         return joined.to(tensor.device)
 
-    def gather_object(self, obj: Any) -> list[Any]:
+    def gather_object(self, obj: object) -> list[Any]:
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, obj, group=self._object_group)
         return gathered
@@ -198,7 +198,7 @@ class XlaTransport(Transport):
         joined: Tensor = self._xm.all_gather(at_least_1d(self._to_group_device(tensor)), dim=0)
         return self._from_group_device(joined, tensor.device)
 
-    def gather_object(self, obj: Any) -> list[Any]:
+    def gather_object(self, obj: object) -> list[Any]:
         gathered: list[Any] = self._xm.mesh_reduce("accelerate.gather_object", obj, list)
         return gathered
 
@@ -347,7 +347,7 @@ class CollectiveConsensus(Consensus):
     def __init__(self, transport: Transport) -> None:
         self.rank, self.size, self._transport = transport.rank, transport.size, transport
 
-    def decide(self, operation: str, value: Any, reduce_fn: ReduceFunction, timeout: float) -> Any:
+    def decide(self, operation: str, value: object, reduce_fn: ReduceFunction, timeout: float) -> Any:
         values = self._transport.gather_object(value)
         decision = pack_decision(reduce_fn, values) if self.rank == 0 else None
         return unpack_decision(self._transport.broadcast_object(decision))

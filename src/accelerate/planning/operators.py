@@ -66,7 +66,11 @@ LARGEST_RESULTS: Mapping[Any, Callable[..., Any]] = {
 
 
 def _grouped_mm(
-    first: Tensor, second: Tensor, offs: Tensor | None = None, bias: object = None, out_dtype: Any = None
+    first: Tensor,
+    second: Tensor,
+    offs: Tensor | None = None,
+    bias: object = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Returns the result of a product of groups of rows, each with its own matrix.
 

@@ -77,7 +77,7 @@ class StoreChannel:
         """True if values of other runs and programs are ignored, because this run has a key."""
         return bool(self._key)
 
-    def post(self, name: str, value: Any) -> None:
+    def post(self, name: str, value: object) -> None:
         """Writes a value, which is a number, text, boolean, list or dictionary, and not None."""
         self._store.set(self._name(name), self._encode(name, value))
 
@@ -86,7 +86,7 @@ class StoreChannel:
         encoded = [self._encode(name, value) for name, value in values.items()]
         self._store.multi_set([self._name(name) for name in values], encoded)
 
-    def decide(self, name: str, value: Any) -> Any:
+    def decide(self, name: str, value: object) -> Any:
         """Writes a value unless the name has one, and returns the value of the first rank to write."""
         return self._decode(name, self._store.compare_set(self._name(name), "", self._encode(name, value)))
 
@@ -95,7 +95,7 @@ class StoreChannel:
         data = self._read(name)
         return None if data == _ABSENT else self._decode(name, data)
 
-    def append(self, name: str, value: Any) -> None:
+    def append(self, name: str, value: object) -> None:
         """Appends a value to a list."""
         self._store.append(self._name(name), self._sign(name, json.dumps(value).encode()) + _END)
 
@@ -190,7 +190,7 @@ class StoreChannel:
     def _name(self, name: str) -> str:
         return f"{self._scope}/{name}"
 
-    def _encode(self, name: str, value: Any) -> bytes:
+    def _encode(self, name: str, value: object) -> bytes:
         body = json.dumps(value).encode()
         if len(body) > MAX_UNCOMPRESSED_BYTES:
             body = _COMPRESSED + zlib.compress(body, level=1)
@@ -225,7 +225,7 @@ def exits_after_error() -> bool:
     return getattr(sys, "last_type", None) is not None and not threading.main_thread().is_alive()
 
 
-def as_dataclass(kind: type[Message], value: Any) -> Message | None:
+def as_dataclass(kind: type[Message], value: object) -> Message | None:
     """Returns a dataclass from the result of `dataclasses.asdict`, or None for any other value.
 
     Its fields are numbers, text, booleans and lists of numbers.
@@ -238,11 +238,11 @@ def as_dataclass(kind: type[Message], value: Any) -> Message | None:
 
 
 @functools.cache  # one rank reads the messages of all
-def _hints(kind: Any) -> dict[str, Any]:
+def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: object, hint: Any) -> bool:
     if hint in (list[int], list[float]):
         kinds = (int,) if hint == list[int] else (int, float)
         return isinstance(value, list) and all(type(item) in kinds for item in value)
@@ -266,7 +266,7 @@ class Consensus:
     size = 1
     is_threaded = True  # whether a background thread may use it while the main thread trains
 
-    def decide(self, operation: str, value: Any, reduce_fn: ReduceFunction, timeout: float) -> Any:
+    def decide(self, operation: str, value: object, reduce_fn: ReduceFunction, timeout: float) -> Any:
         """Returns the decision of rank 0 from the values of all ranks.
 
         Called on all ranks in the same order. Values and decision are encoded as JSON, so tuples become
@@ -309,7 +309,7 @@ class StoreConsensus(Consensus):
         self._old: list[str] = []  # names that this rank deletes after all ranks have read them
         self._decided_at = -DECISION_TIMEOUT
 
-    def decide(self, operation: str, value: Any, reduce_fn: ReduceFunction, timeout: float) -> Any:
+    def decide(self, operation: str, value: object, reduce_fn: ReduceFunction, timeout: float) -> Any:
         try:
             return self._decide(operation, value, reduce_fn, timeout)
         except DistError as error:
@@ -319,7 +319,7 @@ class StoreConsensus(Consensus):
                 "the cause."
             ) from error
 
-    def _decide(self, operation: str, value: Any, reduce_fn: ReduceFunction, timeout: float) -> Any:
+    def _decide(self, operation: str, value: object, reduce_fn: ReduceFunction, timeout: float) -> Any:
         self._number += 1
         key, own = f"{self._number}/decision", f"{self._number}/{self.rank}"
         if self.rank == 0:

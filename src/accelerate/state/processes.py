@@ -288,7 +288,7 @@ def _split_mapping(inputs: Mapping[Any, Any], size: int, rank: int, apply_paddin
     return result
 
 
-def _mapping_length(value: Any) -> int:
+def _mapping_length(value: object) -> int:
     if not isinstance(value, Mapping):
         return _length(value)
     return next((_mapping_length(entry) for entry in value.values()), 0)

@@ -322,7 +322,7 @@ class Observers:
         # An unpickled Accelerator uses the observers of its process.
         return (run_observers, ()) if step_clock in self.all else (Observers, (self.all,))
 
-    def add(self, observer: Any) -> None:
+    def add(self, observer: object) -> None:
         """Calls the methods of an observer from now on."""
         self.all = (*self.all, observer)
         for event in _EVENTS:
@@ -332,14 +332,14 @@ class Observers:
                 self._methods[event] = (method, *methods) if is_outer else (*methods, method)
                 setattr(self, event, _caller_of(self._methods[event]))
 
-    def put(self, observer: Any) -> None:
+    def put(self, observer: object) -> None:
         """Adds an observer in place of an earlier one of its class."""
         for earlier in self.all:
             if type(earlier) is type(observer):
                 self.remove(earlier)
         self.add(observer)
 
-    def remove(self, observer: Any) -> None:
+    def remove(self, observer: object) -> None:
         """Ends the calls of an observer."""
         others = [each for each in self.all if each is not observer]
         self.all, self._methods = (), {}

@@ -364,7 +364,7 @@ def as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
-def _add_none(strategy: Strategy, obj: Any) -> None:
+def _add_none(strategy: Strategy, obj: object) -> None:
     """Adds no layer to a strategy that is not composed."""
 
 
@@ -409,7 +409,7 @@ def payloads_of_engine(names: Iterable[str], topology: Topology) -> list[Payload
     return [Payload(name, None, keep_file) for name in own]
 
 
-def keep_file(content: Any, path: Path) -> None:
+def keep_file(content: object, path: Path) -> None:
     """Writes nothing, because the file exists already."""
 
 

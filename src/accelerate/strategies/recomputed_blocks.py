@@ -81,7 +81,7 @@ class RecomputedForward:
         options = self.options if is_plain else self._options_with_state((args, kwargs))
         return checkpoint(self.run, *args, **options, **kwargs)
 
-    def _options_with_state(self, inputs: Any) -> dict[str, Any]:
+    def _options_with_state(self, inputs: object) -> dict[str, Any]:
         versions = [] if torch.compiler.is_compiling() else _versions_of(inputs)
         context_fn = self.options.get("context_fn", noop_context_fn)
         contexts = partial(_contexts_with_state, self.module, context_fn, versions)
@@ -101,7 +101,7 @@ class RecomputedForward:
             module.__dict__["forward"] = self.inner
 
 
-def _versions_of(inputs: Any) -> list[tuple[Tensor, int]]:
+def _versions_of(inputs: object) -> list[tuple[Tensor, int]]:
     """Returns the tensors in the inputs of a block, each with the number of its changes in place."""
     leaves = torch_private.pytree.tree_leaves(inputs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)]

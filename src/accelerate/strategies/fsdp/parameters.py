@@ -16,7 +16,7 @@ from accelerate.strategies.dtensors import MAIN, distribute_like, empty_model, p
 
 
 def get_parameters_from_modules(
-    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: Any
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | None
 ) -> set[nn.Parameter]:
     """Returns the parameters of some modules of a model, moved to a device.
 

@@ -434,7 +434,7 @@ class StageModule(nn.Module):
 
 
 @cache
-def _with_replaced_call(kind: Any) -> type[nn.Module]:
+def _with_replaced_call(kind: type[nn.Module]) -> type[nn.Module]:
     """Returns a class whose instances are called through a function of their own."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
