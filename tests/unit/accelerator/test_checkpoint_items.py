@@ -78,8 +78,3 @@ def test_one_process_saves_and_loads_shards(
     accelerator._runtime.prepared.optimizers.clear()
     accelerator.load_state(tmp_path / "a")
     assert "holds optimizer_0/.metadata, and this run has prepared" in caplog.text
-
-
-def test_the_strategy_of_one_process_saves_no_shards_of_whole_models() -> None:
-    accelerator, *_ = prepared()
-    assert accelerator._runtime.strategy.state.saves_shards is False

@@ -14,12 +14,6 @@ def test_wrapping_policies_keep_their_order():
     assert constants.FSDP_AUTO_WRAP_POLICY[:2] == ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"]
 
 
-def test_file_names_fit_together():
-    assert constants.SAFE_WEIGHTS_PATTERN_NAME.format(suffix="") == constants.SAFE_WEIGHTS_NAME
-    assert constants.WEIGHTS_PATTERN_NAME.format(suffix="") == constants.WEIGHTS_NAME
-    assert constants.SAFE_WEIGHTS_INDEX_NAME == "model.safetensors.index.json"
-
-
 def test_layers_for_upcasting_are_torch_classes():
     layers = constants.SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
     assert nn.Linear in layers

@@ -52,10 +52,3 @@ def test_type_checkers_accept_names_of_compilers_in_any_case():
     assert set(get_args(enums.DynamoName)) == {*names, *(name.lower() for name in names)}
     for name in get_args(enums.DynamoName):
         assert TorchDynamoPlugin(backend=name).backend == name.upper()
-
-
-def test_distributed_type_names_are_its_values():
-    assert {member.name: member.value for member in enums.DistributedType} == {
-        name: name for name in enums.DistributedType.__members__
-    }
-    assert enums.DistributedType.MULTI_GPU in ["MULTI_GPU", "DEEPSPEED"]

@@ -62,14 +62,6 @@ def test_only_tensors_with_values_are_offloaded_to_the_disk(tmp_path: Path) -> N
     assert keep_on_disk(model, [], None, None, [], {}) == {}
 
 
-def test_tied_names_share_an_entry() -> None:
-    model = build().to("meta")
-    entry = {"safetensors_file": "x", "weight_name": "0.weight"}
-    tied = [["0.weight", "2.weight"]]
-    index = keep_on_disk(model, ["0.weight", "2.weight"], None, {"0.weight": entry}, tied, {"": "disk"})
-    assert index == {"0.weight": entry, "2.weight": entry}
-
-
 def test_a_folder_that_another_model_has_overwritten(tmp_path: Path) -> None:
     first, second = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
     x = torch.ones(1, 2)

@@ -21,14 +21,7 @@ from accelerate.checkpointing import save_sharded
 from accelerate.devices import CPU
 from accelerate.diagnostics import MemoryMeter
 from accelerate.diagnostics.memory import CLEAR_REFS, MIB
-from accelerate.ops import local_tensor
-from accelerate.weights import OffloadedWeightsLoader, model_has_dtensor, write_safetensors
-
-
-def test_a_plain_model_is_not_sharded() -> None:
-    model = nn.Linear(2, 2)
-    assert not model_has_dtensor(model)
-    assert local_tensor(model.weight) is model.weight
+from accelerate.weights import OffloadedWeightsLoader, write_safetensors
 
 
 @pytest.mark.parametrize(

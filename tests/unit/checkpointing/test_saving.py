@@ -62,10 +62,6 @@ def test_a_checkpoint_exists_after_all_files_are_written(tmp_path: Path) -> None
     assert os.listdir(target.parent) == ["one"]
 
 
-def test_parts_of_one_save_may_be_in_subfolders(tmp_path: Path) -> None:
-    assert sorted(manifest.read(save(tmp_path / "one")).files) == ["a.bin", "deep/b.bin"]
-
-
 def fail(error: Exception) -> Callable[[Any, Path], None]:
     def write(content: Any, path: Path) -> None:
         path.write_text("a part")

@@ -15,8 +15,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from accelerate.base import CheckpointError
 from accelerate.checkpointing import (
-    MODEL,
-    OPTIMIZER,
     CheckpointReader,
     ModuleShards,
     OptimizerShards,
@@ -24,7 +22,6 @@ from accelerate.checkpointing import (
     ShardsOrFilePart,
     by_name,
     folder_of,
-    group_paths,
     in_order,
     manifest,
     no_change,
@@ -60,10 +57,6 @@ def save(folder: Path, owner: ShardedState, index: int = 0) -> CheckpointReader:
     assert payload.finish is not None
     payload.finish(path.parent, [payload.write(payload.content, path)])
     return CheckpointReader(folder)
-
-
-def test_folders_are_those_of_the_interface() -> None:
-    assert (folder_of(MODEL, 0), folder_of(OPTIMIZER, 1)) == ("pytorch_model_fsdp_0", "optimizer_1")
 
 
 def test_a_sharded_model_is_loaded_with_buffers_and_extra_state(tmp_path: Path) -> None:
@@ -296,14 +289,6 @@ def stepped_once(lr: float) -> torch.optim.Optimizer:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     return optimizer
-
-
-def test_parameter_groups_have_indices() -> None:
-    found = group_paths([{"lr": 0.1, "params": [0, 1]}], [["a", "b"]])
-    assert found == {
-        ("optimizer", "param_groups", 0, "lr"): 0.1,
-        ("optimizer", "param_groups", 0, "params"): ["a", "b"],
-    }
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -12,9 +12,7 @@ from accelerate.checkpointing import (
     PlainValue,
     boxes_of_range,
     shards_of_range,
-    single_shard,
     to_local_shards,
-    to_tensor,
 )
 
 SHAPES = st.lists(st.integers(1, 4), max_size=4)
@@ -65,15 +63,3 @@ def test_replicated_tensors_are_saved_by_the_first_rank() -> None:
     assert to_local_shards("text", 3, 0) == PlainValue("text", True)
     assert to_local_shards("text", 3, 1) == PlainValue("text", False)
     assert to_local_shards(first, 1, 5) is first
-
-
-def test_shards_without_memory_have_the_same_boxes() -> None:
-    empty = single_shard(torch.ones(2, 3)).without_memory(torch.float64)
-    assert (empty.shape, empty.dtype, empty.shards[0].offsets) == ((2, 3), torch.float64, (0, 0))
-    assert (empty.shards[0].tensor.shape, empty.shards[0].tensor.device.type) == ((2, 3), "meta")
-
-
-def test_an_unsharded_tensor_is_not_joined() -> None:
-    tensor = torch.ones(2)
-    assert to_tensor(single_shard(tensor), torch.zeros(2)) is tensor
-    assert to_tensor(single_shard(tensor), None) is tensor

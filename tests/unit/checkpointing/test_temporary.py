@@ -63,16 +63,6 @@ def test_folders_of_the_user_are_not_temporary(tmp_path: Path, name: str) -> Non
     assert os.listdir(tmp_path) == [name]
 
 
-def test_the_name_of_a_temporary_folder_is_parsed(tmp_path: Path) -> None:
-    path = claim("check.point-1", tmp_path, OLD)
-    path.mkdir()
-    (found,) = find(tmp_path, OLD)
-    release(path)
-    assert (found.name, found.kind, found.pid) == ("check.point-1", OLD, os.getpid())
-    assert find(tmp_path, SAVING) == []
-    assert find(tmp_path / "nothing", OLD) == []
-
-
 def test_a_link_is_removed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")

@@ -211,10 +211,6 @@ def assert_one_message(err: str, problem: str) -> None:
     assert err.endswith("\n")
 
 
-def test_at_least_the_required_number_of_bad_inputs_is_tested() -> None:
-    assert len(FLAGS) + len(FILES) + len(VARIABLES) >= 80
-
-
 @pytest.mark.parametrize(
     ("words", "problem"), FLAGS, ids=lambda value: " ".join(value)[:50] if isinstance(value, tuple) else ""
 )

@@ -18,7 +18,6 @@ from accelerate.commands.estimate_sizes import (
     OPTIMIZERS,
     estimate_training_usage,
     largest_layer,
-    layer_of,
     size_of,
     training_bytes,
 )
@@ -41,13 +40,6 @@ NUMBERS = 800 + 4 * 256
 def test_floats_are_counted_in_the_format_and_indices_in_their_own(dtype: str, factor: float) -> None:
     assert size_of(MODEL, dtype) == NUMBERS * factor + 32
     assert largest_layer(MODEL, dtype) == ("embed", 800 * factor)
-
-
-def test_a_numbered_block_is_one_layer() -> None:
-    assert layer_of("model.layers.3.mlp.up.weight") == "model.layers.3"
-    assert layer_of("model.embed.weight") == "model.embed"
-    assert layer_of("weight") == "weight"
-    assert largest_layer(MODEL[1:], "float32") == ("layers.0", 512 * 4)
 
 
 @pytest.mark.parametrize(

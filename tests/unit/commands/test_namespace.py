@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,6 @@ def test_environments_are_those_of_the_interface(name: str) -> None:
     expected = {key: text.replace("<cwd>", str(Path.cwd())) for key, text in seen["env"].items()}
     assert added == {**expected, **ADDED.get(name, {})}
     assert environment.keys() >= inherited
-
-
-def test_the_simple_command_is_the_script_with_its_arguments() -> None:
-    command, _ = namespace.prepare_simple_launcher_cmd_env(decided(OBSERVED["simple_cpu"]))
-    assert command == [sys.executable, "script.py", "--x", "1"]
 
 
 def test_a_module_and_a_program_exclude_each_other() -> None:

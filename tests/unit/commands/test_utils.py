@@ -25,15 +25,6 @@ def test_errors_become_exit_codes(
     assert capsys.readouterr().err == ("" if code == 130 else f"accelerate: error: {error}\n")
 
 
-def test_success_is_zero_and_other_exits_pass() -> None:
-    with pytest.raises(SystemExit) as caught:
-        run_command(lambda args: None, argparse.Namespace())
-    assert caught.value.code == 0
-    with pytest.raises(SystemExit) as caught:
-        run_command(lambda args: exit(7), argparse.Namespace())
-    assert caught.value.code == 7
-
-
 def test_a_bug_is_not_hidden() -> None:
     with pytest.raises(ZeroDivisionError):
         run_command(lambda args: 1 / 0, argparse.Namespace())

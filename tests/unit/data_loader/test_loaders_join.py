@@ -46,12 +46,6 @@ def take(mine: Iterator[Any], theirs: list[int], **options: Any) -> tuple[list[A
     ], padding_record
 
 
-def test_equal_shares_are_unchanged() -> None:
-    taken, padding_record = take(batches(2, 2), [2, 2])
-    assert taken == [([0, 1], False), ([2, 3], True)]
-    assert padding_record == {1: (2, 2)}
-
-
 def test_a_rank_that_has_run_out_is_filled_from_its_first_batch() -> None:
     taken, padding_record = take(batches(3, 1), [3, 3, 2])
     assert taken == [([0, 1, 2], False), ([3, 0, 1], False), ([0, 1], True)]
@@ -61,12 +55,6 @@ def test_a_rank_that_has_run_out_is_filled_from_its_first_batch() -> None:
 def test_a_share_smaller_than_the_filler_is_repeated() -> None:
     taken, _ = take(batches(1), [4, 4])
     assert taken == [([0] * 4, False), ([0] * 4, True)]
-
-
-def test_the_other_rank_may_end_first() -> None:
-    taken, padding_record = take(batches(2, 2, 1), [2])
-    assert taken == [([0, 1], False), ([2, 3], False), ([4], True)]
-    assert padding_record == {1: (2, 0), 2: (1, 0)}
 
 
 def test_ready_made_batches_keep_their_size() -> None:

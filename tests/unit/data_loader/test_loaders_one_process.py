@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, prepare_data_loader
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState
 
 pytestmark = [
     pytest.mark.usefixtures("states"),
@@ -112,9 +112,3 @@ def test_a_checkpoint_of_either_kind_resumes_the_other(tmp_path: Any) -> None:
             found.append(rows[2:])
     assert found[0] == found[1] == found[2] == found[3]
     assert sum(map(len, found[0])) == SIZE - 4
-
-
-def test_the_device_of_a_dispatcher_on_one_process_is_that_of_the_process() -> None:
-    loader = prepare(True)
-    assert loader.device.type == PartialState().device.type
-    assert {batch.device.type for batch in loader} == {loader.device.type}

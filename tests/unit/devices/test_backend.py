@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from accelerate.base import ConfigurationError, DistributedType
+from accelerate.base import ConfigurationError
 from accelerate.devices import BACKENDS, CPU, CUDA, HPU, MPS, NPU, XLA
 
 ACCELERATORS = [backend for backend in BACKENDS if backend not in (CPU, MPS, XLA)]
@@ -24,13 +24,6 @@ def backend(request):
 @pytest.fixture(params=ACCELERATORS, ids=ids)
 def accelerator(request):
     return request.param
-
-
-def test_every_row_is_complete(backend):
-    assert backend.name == backend.name.lower()
-    assert backend.label
-    assert isinstance(backend.distributed_type, DistributedType)
-    assert backend.comm is not None or backend.distributed_type == DistributedType.NO
 
 
 def test_every_row_answers_the_whole_interface(backend, fake_torch):
@@ -122,11 +115,6 @@ def test_hardware_without_float16(backend, answer, other, hardware, fake_torch):
     fake_torch.answers[answer] = hardware
     assert not backend.supports(float16)
     assert backend.supports(sys.modules["torch"].bfloat16)
-
-
-def test_a_device_is_unavailable_when_its_module_is(accelerator, fake_torch):
-    fake_torch.answers["is_available"] = False
-    assert accelerator.available() is False
 
 
 def test_asking_for_cuda_starts_no_driver_and_leaves_no_variable(fake_torch, monkeypatch):

@@ -14,7 +14,6 @@ from accelerate.big_modeling import get_max_memory
 from accelerate.devices import BACKENDS, CPU, MPS, XLA, hardware_table
 from accelerate.launch import Machine
 from accelerate.launch.layout import worker_environment
-from accelerate.precision import MixedPrecision
 from accelerate.rng import _state_access, set_seed
 from accelerate.settings import FLAG, Layer, merge_layers
 from accelerate.state import PartialState, Topology, process_group
@@ -129,7 +128,3 @@ def test_its_generator_is_seeded_and_synchronized(
         read, write = access
         write(read())
         assert any(path.endswith("set_rng_state") for path in fake_torch.paths)
-
-
-def test_autocast_is_for_its_device_type(backend: Any) -> None:
-    assert MixedPrecision("bf16", backend.name).device_type == backend.name

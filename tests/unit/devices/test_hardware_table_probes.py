@@ -29,11 +29,6 @@ def forget():
         probe.cache_clear()
 
 
-def test_probes_have_their_own_names():
-    for name in set(BY_NAME) - {"xla"}:
-        assert BY_NAME[name].__name__ == f"is_{name}_available"
-
-
 @pytest.mark.parametrize("name", BY_NAME)
 def test_probes_call_their_backend(name, fake_torch):
     assert BY_NAME[name]() is True

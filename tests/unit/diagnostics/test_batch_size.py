@@ -131,14 +131,6 @@ def test_a_batch_size_from_the_caller_is_refused(args: Any, kwargs: Any) -> None
         train(*args, **kwargs)
 
 
-def test_a_missing_argument_is_python_s_own_error() -> None:
-    @find_executable_batch_size
-    def train(batch_size: int, first: str) -> None: ...
-
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'first'"):
-        train()  # type: ignore[call-arg]
-
-
 def test_tensors_of_a_failed_attempt_are_freed_before_the_next() -> None:
     class Activation:
         pass

@@ -73,10 +73,6 @@ def test_the_traceback_of_one_process_is_not_printed_twice() -> None:
     assert "ValueError: bad value 1" in text
 
 
-def test_logs_are_named() -> None:
-    assert "Logs of the ranks: logs" in format_screen(Outcome(1, (BASE,)), HERE, "logs")
-
-
 @pytest.mark.parametrize(
     ("headline", "kind", "cause"),
     [
@@ -261,10 +257,3 @@ def test_the_screen_has_at_most_sixty_lines(
         line for line in lines if "lines are left out here; the whole text is in here/failure.json" in line
     ]
     assert cut
-
-
-def test_a_text_that_fits_is_not_cut() -> None:
-    trace = "Traceback (most recent call last):\n" + "  line\n" * 40 + "ValueError: bad value 1\n"
-    text = format_screen(Outcome(1, (replace(BASE, trace=trace),)), HERE)
-    assert trace in text
-    assert "left out" not in text

@@ -96,11 +96,6 @@ def describe_until(wait: Any, said: str) -> str:
     return text
 
 
-def test_a_thread_without_a_loader_waits_for_nothing() -> None:
-    assert observation.find_wait(processes.innermost(threading.get_ident())) is None
-    assert observation.find_wait(None) is None
-
-
 def test_a_worker_is_named_with_its_line_and_what_is_not_stuck_with_none() -> None:
     gate = torch.multiprocessing.get_context("fork").Semaphore(0)
     assert stack_dumps.offer()

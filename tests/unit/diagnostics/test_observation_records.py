@@ -40,11 +40,6 @@ def no_recorders(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch_private, name, None)
 
 
-def test_without_a_flight_recorder_nothing_is_reported() -> None:
-    assert observation.describe_recorded() == ""
-    assert observation.seconds_on_device() == 0.0
-
-
 def test_progress_and_last_collective_of_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [entry(1, "completed"), entry(2, "scheduled"), entry(5, "completed", ("1", ""))]
     status = {"0": {"last_enqueued_collective": 2, "last_completed_collective": 1}}
@@ -70,8 +65,3 @@ def test_the_oldest_unfinished_collective_of_a_device_counts(monkeypatch: pytest
 def test_a_device_without_unfinished_collectives_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, "dump_nccl_trace", [entry(1, "completed")], {})
     assert observation.seconds_on_device() == 0.0
-
-
-def test_collectives_without_input_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch, "dump_fr_trace", [entry(1, "completed", input_sizes=[], input_dtypes=[])], {})
-    assert observation.describe_recorded().endswith("#1 nccl:all_reduce of nothing")

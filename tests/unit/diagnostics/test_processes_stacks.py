@@ -38,19 +38,6 @@ def test_a_thread_is_found_at_the_users_line_with_the_library_function_that_it_c
     assert "gate.wait()" in position.stack
 
 
-def test_a_thread_that_has_ended_has_no_frame() -> None:
-    thread = threading.Thread(target=int)
-    thread.start()
-    thread.join()
-    assert processes.innermost(thread.ident or 0) is None
-
-
-def test_a_line_of_the_users_own_function() -> None:
-    position = processes.read_position(sys._getframe())
-    assert position.function == "test_a_line_of_the_users_own_function"
-    assert position.waits_in == ""
-
-
 def test_backward_is_named() -> None:
     found: list[Any] = []
 

@@ -95,10 +95,6 @@ def test_slow_sources_are_read_less_often(tmp_path: Path) -> None:
     assert source.kind is STOP_FILE
 
 
-def test_without_settings_there_are_no_sources() -> None:
-    assert find_sources(StoppingSection(), {}, reads_files=True) == []
-
-
 def test_the_time_budget_counts_from_the_start_of_the_process() -> None:
     settings = StoppingSection(max_time="00:01:00")
     assert read_requests(find_sources(settings, {}, reads_files=False, age=lambda: 50.0)) == set()

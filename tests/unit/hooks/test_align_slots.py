@@ -19,17 +19,6 @@ def make() -> tuple[nn.Linear, Slot, SimpleNamespace]:
     return module, slot, source
 
 
-def test_filling_and_clearing() -> None:
-    module, slot, _ = make()
-    assert slot.is_empty()
-    slot.fill(slot.read(CPU), CPU)
-    assert torch.equal(module.weight, torch.ones(2, 2))
-    assert module.weight.requires_grad
-    slot.clear()
-    assert slot.is_empty()
-    assert slot.filled is None
-
-
 def test_values_that_stay_in_memory_are_wrapped_once() -> None:
     module, slot, source = make()
     slot.load(CPU)

@@ -13,7 +13,6 @@ from accelerate.monitoring.rank_comparison import (
     ComputeSummary,
     Straggler,
     children_of,
-    compute_seconds,
     join_summaries,
     summarize_rank,
 )
@@ -28,11 +27,6 @@ def summarize(seconds: list[float], rank: int = 0, step: int = 7) -> ComputeSumm
     """The summary that reaches a rank, through all ranks below it."""
     below = [summarize(seconds, child, step) for child in children_of(rank, len(seconds))]
     return join_summaries(summarize_rank(rank, 1, step, times(seconds[rank], waiting=1.0)), below)
-
-
-def test_own_work_is_all_but_waiting_for_others() -> None:
-    assert compute_seconds(times(0.5, waiting=3.0)) == pytest.approx(0.5)
-    assert compute_seconds(StepTimes()) == 0.0
 
 
 @pytest.mark.parametrize("size", [1, 2, 17, 18, 300, 4096])
@@ -62,10 +56,6 @@ def test_a_rank_that_stays_slow_is_a_straggler_since_it_became_slow() -> None:
     assert comparisons.straggler() == Straggler(2, pytest.approx(0.5), 20)
     comparisons.add(summarize([0.1, 0.1, 0.1, 0.1], step=50))
     assert comparisons.straggler() is None
-
-
-def test_one_of_two_ranks_is_compared_with_the_other() -> None:
-    assert Comparisons().add(summarize([0.1, 0.2])) == {1: pytest.approx(1.0)}
 
 
 def test_a_rank_that_is_slow_at_times_is_no_straggler() -> None:

@@ -152,16 +152,6 @@ def test_saves_between_short_steps_are_counted_in_full(time: Time) -> None:
     assert clock.times().seconds_by["saving"] == pytest.approx(1.0)
 
 
-def test_each_short_step_is_measured(time: Time) -> None:
-    clock = StepClock()
-    for number in range(1, 2001):
-        run_step(clock, time, number, data=20e-6, forward=30e-6, backward=50e-6)
-    times = clock.times()
-    assert times.steps == 2000
-    assert times.seconds_by["forward"] == pytest.approx(2000 * 30e-6)
-    assert times.seconds == pytest.approx(2000 * 100e-6)
-
-
 @pytest.mark.parametrize("steps", [1, 2, 100])
 def test_no_step_of_a_second_stage_is_lost(time: Time, steps: int) -> None:
     clock = StepClock()

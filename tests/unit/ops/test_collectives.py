@@ -65,11 +65,6 @@ def test_gather_valid_keeps_the_first_samples() -> None:
     assert gather_valid_objects(["a", "b", "c"], (2,)) == ["a", "b"]
 
 
-def test_gather_valid_without_filler_is_the_identity() -> None:
-    tensor = torch.arange(4)
-    assert gather_valid(tensor, (4,)) is tensor
-
-
 @pytest.mark.parametrize("tensor", [torch.tensor(1.0), torch.ones(2)])
 def test_gather_valid_refuses_what_has_too_few_samples(tensor: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="counts=3: this process has [02] samples and not 3"):

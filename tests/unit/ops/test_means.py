@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerate.ops.means import BLOCK, KnownMean, MeanGroup, from_int8, to_int8
+from accelerate.ops.means import BLOCK, MeanGroup, from_int8, to_int8
 
 
 def test_int8_is_rounded_to_the_scale_of_each_block() -> None:
@@ -31,10 +31,3 @@ def test_the_mean_of_one_process_is_its_tensor() -> None:
         assert mean.wait() is tensor
         assert mean.wait() is tensor
     assert (group.size, group.bytes_sent) == (1, 0)
-
-
-def test_a_known_mean_has_no_phases() -> None:
-    tensor = torch.ones(1)
-    mean = KnownMean(tensor)
-    mean.advance()
-    assert mean.wait() is tensor

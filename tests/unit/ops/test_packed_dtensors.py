@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
-from accelerate.ops import Transport, is_dtensor, to_full_tensors
+from accelerate.ops import Transport, to_full_tensors
 from accelerate.ops.packed import gather_packed, reduce_packed
 from accelerate.ops.verify import Call
 
@@ -51,11 +50,6 @@ def shared(values: list[float], *ranks: int) -> Shared:
     tensor = torch.tensor(values).as_subclass(Shared)
     tensor.device_mesh = Mesh(*ranks)
     return tensor
-
-
-def test_is_dtensor_is_true_for_dtensors_only() -> None:
-    assert is_dtensor(shared([1.0]))
-    assert not any(map(is_dtensor, (torch.ones(1), nn.Parameter(torch.ones(1)), 3, None)))
 
 
 def test_dtensors_are_replaced_by_full_tensors() -> None:

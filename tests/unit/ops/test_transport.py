@@ -6,18 +6,9 @@ import copy
 import pickle
 
 import pytest
-import torch
 
 from accelerate.ops import Transport, current_transport
 from accelerate.state import PartialState
-
-
-def test_the_transport_of_one_process_returns_its_input() -> None:
-    tensor = torch.tensor(3)
-    transport = Transport()
-    assert transport.gather(tensor) is tensor
-    assert transport.reduce(tensor, "mean") is tensor
-    assert transport.broadcast(tensor, 0) is tensor
 
 
 @pytest.mark.usefixtures("states")

@@ -45,12 +45,6 @@ def ranks() -> list[StoreConsensus]:
     return [StoreConsensus(channel, rank, 3) for rank in range(3)]
 
 
-def test_consensus_of_one_process_returns_its_decision() -> None:
-    assert Consensus().decide("call", 3, lambda said: said * 2, 1.0) == [3, 3]
-    with pytest.raises(KeyError):
-        Consensus().decide("call", 3, lambda said: {}[said[0]], 1.0)
-
-
 def test_rank_0_decides_from_the_values_of_all_ranks(ranks: list[StoreConsensus]) -> None:
     for turn in range(4):
         said = [each.rank + turn for each in ranks]
@@ -214,11 +208,6 @@ def transport(request: pytest.FixtureRequest) -> Any:
     services.put(Transport, FakeTransport(*request.param))
     yield
     services.reset()
-
-
-@pytest.mark.parametrize("transport", [(0, "")], indirect=True)
-def test_an_action_that_succeeds_on_all_ranks_returns_its_result(transport: None) -> None:
-    assert run_on_all_ranks(lambda: 5) == 5
 
 
 @pytest.mark.parametrize("transport", [(0, ""), (1, "")], indirect=True)

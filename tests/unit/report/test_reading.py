@@ -201,11 +201,6 @@ def test_items_and_flops_are_those_of_the_windows_that_count_them(tmp_path: Path
     assert (rank["items"], rank["flops_per_second"]) == (300, 4e12)
 
 
-def test_a_run_without_counted_flops_has_no_mfu(recorded: Run) -> None:
-    assert (recorded.ranks[0].flops_per_second, recorded.ranks[0].mfu) == (0, None)
-    assert recorded.measured.keys() == {"memory", "steps per second", "samples per second"}
-
-
 def test_a_run_is_that_of_the_replica_group_with_the_most_steps(tmp_path: Path) -> None:
     settings = [Setting(name="replicas", value="2", source="--replicas")]
     first = start(0, settings=settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from typing import Any
 
@@ -128,9 +127,3 @@ def test_xla_gradients_belong_to_one_pass() -> None:
     assert state.is_xla_gradients_synced
     state._set_sync_gradients(True)
     assert not state.is_xla_gradients_synced
-
-
-def test_a_copy_is_a_handle() -> None:
-    state, loader = GradientState(), Loader()
-    state._add_dataloader(loader)
-    assert copy.deepcopy(state).active_dataloader is loader

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from datetime import timedelta
 from typing import Any
@@ -76,13 +75,6 @@ def test_one_process_on_the_cpu() -> None:
     state.destroy_process_group()
 
 
-def test_later_instances_share_the_state() -> None:
-    PartialState(cpu=True).distributed_type = "MULTI_GPU"
-    assert PartialState().distributed_type == "MULTI_GPU"
-    assert PartialState().distributed_type in ["MULTI_GPU", "DEEPSPEED"]
-    assert PartialState().num_processes == 1
-
-
 def test_reset() -> None:
     state = PartialState(cpu=True)
     PartialState._reset_state()
@@ -90,11 +82,6 @@ def test_reset() -> None:
     with pytest.raises(AttributeError, match="_reset_state"):
         _ = state.num_processes
     assert PartialState(cpu=True).num_processes == 1
-
-
-def test_a_copy_is_a_handle() -> None:
-    state = PartialState(cpu=True)
-    assert copy.deepcopy(state).__dict__ is PartialState._shared_state
 
 
 def test_arguments_of_the_process_group_are_accepted() -> None:

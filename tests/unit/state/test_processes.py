@@ -54,10 +54,6 @@ def test_decorators(decorator: str, arguments: dict[str, int], runs: list[bool])
         assert decorate(greet, **arguments).__doc__ == "Greet."
 
 
-def test_the_function_itself_is_kept_where_it_runs() -> None:
-    assert Place(0, 2).on_main_process(greet) is greet
-
-
 def test_methods_can_be_decorated() -> None:
     place = Place(1, 2)
 
@@ -72,12 +68,6 @@ def test_methods_can_be_decorated() -> None:
 
     assert Speaker().first() is None
     assert Speaker().second() == "second"
-
-
-def test_a_single_process_runs_every_function() -> None:
-    place = Place(0, 1)
-    assert place.on_process(greet, process_index=3)("you") == "hello you"
-    assert place.on_local_process(local_process_index=3)(greet)("you") == "hello you"
 
 
 def test_a_function_that_no_process_runs_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -109,12 +99,6 @@ def test_print_once_for_each_machine(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == "rank-0;rank-2;"
 
 
-def test_one_process_takes_all() -> None:
-    inputs = [1, 2, 3]
-    with Place(0, 1).split_between_processes(inputs) as share:
-        assert share is inputs
-
-
 def test_split() -> None:
     with Place(1, 2).split_between_processes([1, 2, 3], apply_padding=True) as share:
         assert share == [3, 3]
@@ -137,10 +121,6 @@ def test_the_others_continue_when_the_first_process_fails(monkeypatch: pytest.Mo
     with pytest.raises(LookupError), Place(0, 2).main_process_first():
         raise LookupError
     assert events == ["wait"]
-
-
-def test_one_process_does_not_wait() -> None:
-    Place(0, 1).wait_for_everyone()
 
 
 def test_several_cannot_wait_without_a_group() -> None:

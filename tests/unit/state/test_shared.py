@@ -12,7 +12,6 @@ from accelerate.state import (
     ProcessServices,
     SharedState,
     ThreadLocalSharedDict,
-    do_nothing,
     services,
 )
 
@@ -103,10 +102,6 @@ def test_a_thread_local_dictionary_can_be_replaced() -> None:
     owner = Owner()
     owner._shared_state = {"a": 1}
     assert Owner._shared_state == {"a": 1}
-
-
-def test_do_nothing_returns_none() -> None:
-    assert do_nothing(1, two=2) is None  # type: ignore[func-returns-value]
 
 
 class Transport:

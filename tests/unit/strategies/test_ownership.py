@@ -79,12 +79,6 @@ def test_the_optimizer_of_a_submodule_that_the_model_hides_is_related(
     assert find_unrelated_optimizers([optimizer], [torch.nn.Sequential(model) if is_wrapped else model]) == []
 
 
-def test_the_optimizer_of_a_submodule_that_was_added_later_is_related() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    model.append(torch.nn.Linear(2, 2))
-    assert find_unrelated_optimizers([torch.optim.SGD(model[1].parameters(), lr=1.0)], [model]) == []
-
-
 def test_on_one_process_an_optimizer_may_step_what_no_model_has() -> None:
     """For example an image or an embedding that is optimized through a frozen model."""
     frozen, code = torch.nn.Linear(2, 2).requires_grad_(False), torch.zeros(2, requires_grad=True)

@@ -15,7 +15,6 @@ from accelerate.base import CheckpointError
 from accelerate.weights import (
     DTYPES,
     MappedFile,
-    StoredWeights,
     load_state_dict,
     open_weights,
     write_safetensors,
@@ -190,20 +189,6 @@ def test_a_file_of_torch_may_be_written_over(tmp_path: Path) -> None:
 def test_files_of_old_versions_of_torch_are_read(tmp_path: Path) -> None:
     path = write(tmp_path / "x.bin", _use_new_zipfile_serialization=False)
     assert torch.equal(open_weights(path).read("a", CPU), STATE["a"])
-
-
-def test_further_names_of_a_tensor_are_names(tmp_path: Path) -> None:
-    write_safetensors({"a": STATE["a"], "tied": STATE["a"]}, tmp_path / "x.safetensors")
-    opened = open_weights(tmp_path / "x.safetensors")
-    assert sorted(opened.shapes) == ["a", "tied"]
-    assert torch.equal(opened.read("tied", CPU), STATE["a"])
-
-
-def test_several_files_are_one(tmp_path: Path) -> None:
-    paths = [write(tmp_path / f"{name}.safetensors", {name: tensor}) for name, tensor in STATE.items()]
-    weights = StoredWeights.open(paths)
-    assert weights.shape("b") == torch.Size([2])
-    assert torch.equal(weights.read("a", CPU), STATE["a"])
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.bin"])

@@ -34,10 +34,6 @@ def test_attention_that_cannot_be_shared_is_refused(given, reason):
         check_attention(given, 2, "sdpa")
 
 
-def test_attention_that_can_be_shared():
-    check_attention(model(_attn_implementation="sdpa", num_attention_heads=4), 2, "sdpa")
-
-
 @pytest.fixture
 def deepspeed(monkeypatch):
     asked = []

@@ -28,14 +28,6 @@ def hardware(monkeypatch):
     return found
 
 
-def test_supported_configurations_are_accepted(hardware):
-    plain = {
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
-        "fp16": {"enabled": False},
-    }
-    checks.check_hardware([plain, {**plain, "bf16": {"enabled": True}}], CPU)
-
-
 @pytest.mark.parametrize(
     ("config", "said"),
     [

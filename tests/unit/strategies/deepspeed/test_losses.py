@@ -12,8 +12,3 @@ def test_leaves_are_found_and_those_of_other_models_are_not():
     found = {id(leaf) for leaf in leaves_of(one(torch.ones(1, 2)).sum())}
     assert found == {id(p) for p in one.parameters()}
     assert not found & {id(p) for p in two.parameters()}
-
-
-def test_a_leaf_is_its_own():
-    leaf = torch.ones((), requires_grad=True)
-    assert [id(each) for each in leaves_of(leaf)] == [id(leaf)]

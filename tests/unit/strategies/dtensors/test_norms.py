@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from accelerate.base import ConfigurationError
-from accelerate.strategies import as_list
-from accelerate.strategies.dtensors import clip_values, gradient_norm, groups_of, local_gradients, scale_down
+from accelerate.strategies.dtensors import clip_values, gradient_norm, local_gradients, scale_down
 
 CPU = torch.device("cpu")
 
@@ -59,9 +58,3 @@ def test_values() -> None:
     clip_values(ours[0], 0.25)
     assert ours[0].grad is not None
     assert ours[0].grad.abs().max() == 0.25
-
-
-def test_plain_tensors_are_whole() -> None:
-    parameter = parameters()[0]
-    assert groups_of(parameter) == ()
-    assert as_list(parameter) == [parameter]

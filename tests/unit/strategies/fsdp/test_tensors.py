@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from accelerate.strategies.dtensor_state import WholeOptimizer, gather_state
-from accelerate.strategies.dtensors import distribute_like
 
 
 def stepped() -> torch.optim.Optimizer:
@@ -25,13 +24,3 @@ def test_plain_tensors_are_unchanged() -> None:
     whole.load_state_dict(state)
     assert fresh.param_groups[0]["lr"] == 0.5
     torch.testing.assert_close(fresh.state_dict()["state"], state["state"])
-
-
-def test_ranks_that_do_not_write_keep_no_state() -> None:
-    assert gather_state(stepped(), keep=False)["state"] == {}
-
-
-def test_distribute_like_returns_plain_values_unchanged() -> None:
-    value = torch.ones(3)
-    assert distribute_like(value, torch.zeros(3)) is value
-    assert distribute_like("text", torch.zeros(3)) == "text"

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from accelerate.base import ConfigurationError
-from accelerate.strategies.megatron import BatchShape, broadcast_batch
-
-from .conftest import Fake
+from accelerate.strategies.megatron import BatchShape
 
 
 def arguments(**given: Any) -> Namespace:
@@ -34,11 +32,6 @@ def batch(rows: int, columns: int = 3) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens.clone(), "kind": torch.ones(rows)}
 
 
-def test_free_shapes_stay() -> None:
-    given = batch(3)
-    assert BatchShape(arguments()).pad(given) is given
-
-
 @pytest.mark.parametrize(
     "fixing",
     [{"pipeline_model_parallel_size": 2}, {"sequence_parallel": True}, {"context_parallel_size": 2}],
@@ -53,12 +46,6 @@ def test_fixed_shapes_are_filled_with_what_does_not_count(fixing: dict[str, Any]
     assert filled["labels"][0].tolist() == [1, 1, 1, -100]
     assert filled["labels"][3].tolist() == [-100] * 4
     assert filled["input_ids"][0].tolist() == [1, 1, 1, 0]
-
-
-def test_full_batches_stay() -> None:
-    given = batch(4, 4)
-    filled = BatchShape(arguments(pipeline_model_parallel_size=2)).pad(given)
-    assert all(filled[name] is given[name] for name in given)
 
 
 def test_decoders_have_a_length_of_their_own() -> None:
@@ -81,9 +68,3 @@ def test_larger_batches_are_refused() -> None:
 def test_a_batch_is_split_into_micro_batches(rows: int, sizes: list[int]) -> None:
     cut = BatchShape(arguments()).split(batch(rows))
     assert [len(each["input_ids"]) for each in cut] == sizes
-
-
-def test_one_rank_broadcasts_no_batch(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
-    given = batch(2)
-    assert broadcast_batch(given, torch.device("cpu")).keys() == given.keys()

@@ -7,13 +7,11 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import Accelerator
 from accelerate.base import ConfigurationError
 from accelerate.strategies.megatron import (
-    MegatronBatches,
     MegatronLMDummyDataLoader,
     RankGrid,
     build_datasets,
@@ -49,17 +47,6 @@ def test_batches_without_a_size_are_refused() -> None:
     loader: DataLoader[Any] = DataLoader(range(4), batch_sampler=[[0], [1]])  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="batch_size=None"):
         refuse_batch_sampler(loader)
-
-
-def test_micro_batches_are_joined() -> None:
-    source = iter([{"tokens": torch.full((2, 3), n), "name": "text"} for n in range(4)])
-    batches = list(MegatronBatches(source, 2))
-    assert [batch["tokens"][:, 0].tolist() for batch in batches] == [[0, 0, 1, 1], [2, 2, 3, 3]]
-    assert list(batches[0]) == ["tokens"]
-
-
-def test_ranks_without_a_loader_get_empty_batches() -> None:
-    assert next(iter(MegatronBatches(None, 2))) == {}
 
 
 def test_the_rank_grid_gives_the_data_parallel_groups(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,6 @@ from accelerate.utils import MegatronLMPlugin
 from .conftest import Fake
 
 
-def test_an_installed_megatron_has_no_missing_packages(fake: Fake) -> None:
-    assert library.find_missing(MegatronLMPlugin()) == []
-    assert library.core("enums").ModelType.encoder_or_decoder == "decoder"
-
-
 def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(library, "find_spec", lambda name: None)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from accelerate import PartialState
-from accelerate.strategies.megatron import LossLog, broadcast_outputs, combine_reports, means, perplexity
+from accelerate.strategies.megatron import LossLog, broadcast_outputs, combine_reports, means
 
 from .conftest import Fake
 
@@ -40,12 +40,6 @@ def test_pairs_are_means_over_tokens_and_values_over_micro_batches(groups: Any) 
     assert (float(combined["lm loss"]), float(combined["sop loss"])) == (1.0, 2.0)
     assert combined["logits"].tolist() == [[0, 0], [1, 1]]
     assert combine_reports([], groups) == {}
-
-
-def test_outputs_of_one_stage(groups: Any) -> None:
-    report = {"a": torch.tensor(1.0), "b": torch.tensor(2.0), "logits": torch.ones(2)}
-    loss, logits = broadcast_outputs(report, groups, torch.device("cpu"), True)
-    assert (float(loss), logits) == (3.0, report["logits"])
 
 
 @pytest.mark.parametrize("is_last", [True, False])
@@ -109,7 +103,3 @@ def test_evaluations_are_logged(fake: Fake, caplog: pytest.LogCaptureFixture) ->
     assert "evaluation after iteration 7: lm loss 2" in caplog.text
     assert fake.writer.rows[0] == ("lm loss validation", 2.0, 7)
     assert fake.writer.rows[1][1] == pytest.approx(math.exp(2.0))
-
-
-def test_perplexity_has_a_limit() -> None:
-    assert perplexity(1000.0) == math.exp(20.0)

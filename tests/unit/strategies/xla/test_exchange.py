@@ -33,11 +33,6 @@ def test_gradients_are_averaged_once(fake: Any, context: Context) -> None:
     assert len(fake.calls) == 3
 
 
-def test_one_replica_averages_nothing(fake: Any, context: Context) -> None:
-    GradientAverage(1, context.gradients)([parameter()])
-    assert fake.calls == []
-
-
 def test_a_step_averages_steps_and_marks(fake: Any, context: Context) -> None:
     weight = parameter()
     optimizer = XlaOptimizer(torch.optim.SGD([weight], lr=1.0), GradientAverage(4, context.gradients))

@@ -48,13 +48,6 @@ def test_optimizers_follow_and_ties_hold(strategy: XlaReplicas) -> None:
     assert isinstance(late, XlaOptimizer)
 
 
-def test_a_model_that_stays_keeps_its_parameters(strategy: XlaReplicas) -> None:
-    model = Tied()
-    weight = model.first.weight
-    strategy.wrap_model(model, to_device=False, evaluation=False)
-    assert model.first.weight is weight
-
-
 def test_gradients_are_averaged_before_they_are_clipped(fake: Any, context: Context) -> None:
     strategy = XlaReplicas(context)
     weight = nn.Parameter(torch.zeros(1))
