@@ -66,9 +66,7 @@ class HeldGradients:
         """Begins a micro-batch.
 
         Args:
-            parameters: Parameters of the optimizer.
             is_first: Whether it is the first one of the window.
-            is_last: Whether it is the last one.
             is_alone: Whether no other optimizer takes part in it, so that its first backward pass is for
                 these parameters.
         """

@@ -129,12 +129,7 @@ class Accumulation:
         return _SYNCHRONIZED if self.advance(current, models) else sync_context(self, False, models)
 
     def advance(self, current: MicroBatches, models: Sequence[nn.Module]) -> bool:
-        """Begins a micro-batch of models, and returns whether it synchronizes gradients.
-
-        Args:
-            current: Position of the models.
-            models: The models.
-        """
+        """Begins a micro-batch of models, and returns whether it synchronizes gradients."""
         gradients = self.gradients
         options, loaders = gradients.plugin_kwargs, gradients.only_pass != 0 and gradients.open_loaders()
         ends_pass = current.driver.begin_micro_batch(loaders or ())
@@ -172,8 +167,6 @@ class Accumulation:
 
         Args:
             models: The models that are trained, or none for all of them.
-            is_first: Whether it is the first micro-batch of the window.
-            is_last: Whether it is the last one.
         """
         key = tuple(models)
         if is_first or key not in self.trained:

@@ -77,7 +77,6 @@ def build_request(environ: Mapping[str, str], **arguments: Any) -> strategies.Ru
     An argument overrides the environment. If they differ, the request has a note that names both.
 
     Args:
-        environ: The environment.
         **arguments: All arguments of `Accelerator`. `log_with` is not a part of the request.
 
     Raises:

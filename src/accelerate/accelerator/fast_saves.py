@@ -40,7 +40,6 @@ class FastSaves:
     """Saves recent checkpoints of a run in the fast tier, and finds the newest one.
 
     Args:
-        runtime: The run.
         request: Returns the request for a save of the run as it is now.
         step: Returns `Accelerator.step`.
         durable: Folder of the numbered checkpoints, or None if checkpoints are not numbered.
@@ -220,7 +219,6 @@ class FastSaves:
         """Yields the generations and durable checkpoints, the newest first.
 
         Args:
-            durable: Sources of the durable checkpoints.
             reader: Reader with the options of the load.
         """
         try:

@@ -29,7 +29,6 @@ class Update(NamedTuple):
 
     Attributes:
         layer: The LoRA layer.
-        adapter: Name of the adapter.
         inputs: Names of the weights of the adapter: A and B, or the bias of B.
     """
 

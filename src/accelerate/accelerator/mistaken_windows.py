@@ -21,11 +21,7 @@ NUM_SHORT_STEPS = 2
 
 
 class UndividedSteps:
-    """Finds loops without `accumulate` that step more often than their losses are divided for.
-
-    Args:
-        prepared: Prepared optimizers.
-    """
+    """Finds loops without `accumulate` that step more often than their losses are divided for."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
@@ -56,7 +52,6 @@ def watch_unprepared_steps(
 
     Args:
         gradients: State that says whether the current micro-batch is the last one.
-        prepared: Prepared optimizers.
         models: The models that are trained.
 
     Returns:

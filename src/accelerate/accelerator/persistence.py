@@ -49,7 +49,6 @@ class RunCheckpoints:
     Called on all ranks unless a method says otherwise.
 
     Args:
-        runtime: The run.
         accumulation: Position within a window, which is a part of a checkpoint.
     """
 

@@ -47,7 +47,6 @@ def list_items(
     """Returns the stateful objects of a run, in the order in which their states are loaded.
 
     Args:
-        strategy: Strategy of the run.
         models: Prepared models that are saved or loaded, by default all.
         folder: Folder to which engines write their files, to save.
         resized: Whether the checkpoint to load is of another world size.

@@ -27,7 +27,6 @@ class Item(NamedTuple):
     """One tensor of a stream.
 
     Attributes:
-        name: Name of the tensor.
         inputs: Names of the weights from which it is computed.
         compute: Returns the tensor from the whole weights, or None for the one weight itself.
     """
@@ -83,9 +82,7 @@ def assign_to_buckets(
     """Returns consecutive items in buckets of at most `limit` bytes.
 
     Args:
-        items: The items.
         sizes: Bytes of each weight by name.
-        limit: Bytes of the weights of a bucket.
         bucket_size: The limit as the user passed it.
 
     Raises:

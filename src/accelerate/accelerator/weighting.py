@@ -100,7 +100,6 @@ def factor_of(total: float, replicas: int) -> float:
     """Returns the factor of a sum over the items of one rank in the mean over all items of a window.
 
     Args:
-        total: Number of items on all ranks.
         replicas: Number of ranks whose gradients the backward pass averages.
     """
     if not total:
@@ -139,8 +138,6 @@ def rescale_gradients(
     """Multiplies the gradients of models by a factor, in place, and those of shared parameters once.
 
     Args:
-        models: The models.
-        factor: The factor.
         held: Further gradients, each after its parameter, which may be the same tensors.
     """
     if factor == 1.0:

@@ -57,10 +57,8 @@ def exchange(
 
     Args:
         transfers: Files to send, the same on all ranks.
-        group: Process group of all ranks.
         source: Folder of the files that this rank sends.
         target: Folder of the files that this rank receives, which appear in it when they are complete.
-        consensus: Consensus of all ranks.
         operation: Name of the call in error messages.
         verify: Function that raises if a received file is damaged.
     """

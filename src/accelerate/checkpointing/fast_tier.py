@@ -259,7 +259,6 @@ def first_versions(nodes: Nodes, summaries: Sequence[Mapping[str, Any]]) -> list
     model between two steps, a generation has those of the first rank, as a durable checkpoint has.
 
     Args:
-        nodes: Nodes of the run.
         summaries: Records of the files that each rank has written.
     """
     node_of = {rank: node for node, ranks in enumerate(nodes.ranks) for rank in ranks}
@@ -285,7 +284,6 @@ def plan_copies(nodes: Nodes, copies: int, summaries: Sequence[Mapping[str, Any]
     """Returns the transfers of the files of each node to the nodes after it, except files that they have.
 
     Args:
-        nodes: Nodes of the run.
         copies: Number of nodes that receive the files of a node.
         summaries: Records of the files that each rank has written.
     """
@@ -313,7 +311,6 @@ def open_fast_tier(
         folder: Folder on a disk of each node.
         copies: Number of other nodes that hold a copy of the files of a node. None is 1 if there are several
             nodes.
-        project: Folder of the project.
         topology: Rank and node of this process.
         timeout: Timeout for all ranks to arrive, in seconds.
 

@@ -171,9 +171,6 @@ def open_generation(
     Called on all ranks.
 
     Args:
-        tier: The fast tier.
-        generation: The generation.
-        topology: Topology of this rank.
         shards_read_from: Returns the names of the files of shards that this rank reads.
     """
     folder = tier.nodes.folder / retention.name_of(generation.number)

@@ -96,7 +96,6 @@ def fill_weights(module: nn.Module, live: Mapping[str, Any], weights: Mapping[st
     Values of another layout are unchanged, as are all values for a module with its own code to load weights.
 
     Args:
-        module: The module.
         live: Its tensors by their names.
         weights: Tensors, local shards and other values by the names of tensors.
     """

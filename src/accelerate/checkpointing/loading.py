@@ -300,7 +300,6 @@ def check_registered(reader: CheckpointReader, registered: Sequence[str]) -> Non
     """Raises if a checkpoint has more registered objects than this run.
 
     Args:
-        reader: Reader of the checkpoint.
         registered: Names of the classes of the objects that this run has registered.
     """
     names = [path.name for path in reader.folder.glob("*.pkl")] if reader.names is None else reader.names

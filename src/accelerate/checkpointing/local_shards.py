@@ -113,7 +113,6 @@ def to_local_shards(value: Any, position: int, rank: int, first: int = 0) -> Loc
     Args:
         value: Tensor, distributed tensor or any other value.
         position: Position among all values. Ranks with the same shards take turns in saving them.
-        rank: This rank.
         first: First rank with these values.
     """
     if isinstance(value, (LocalShards, PlainValue)):

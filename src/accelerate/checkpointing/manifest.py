@@ -94,7 +94,6 @@ def read(folder: Path, *, whole: bool = False) -> Manifest:
     """Reads the manifest of a folder, whose name is not in the messages of errors.
 
     Args:
-        folder: Folder of the checkpoint.
         whole: Whether to return the files of all folders of the save. False returns those that this folder
             must have.
     """
@@ -170,8 +169,6 @@ def problems(
     """Returns one line for each file that is missing or differs from its record.
 
     Args:
-        folder: Folder of the checkpoint.
-        manifest: Its manifest.
         names: Files to verify. None for all.
         deep: Whether checksums are compared, and not only sizes.
         map_file: Returns the content of a file.

@@ -86,7 +86,6 @@ def find_nodes(folder: Path, node: int, consensus: Consensus, timeout: float) ->
     Args:
         folder: Folder of recent checkpoints, which may have another path on each node.
         node: Index of the node, as the launcher has set it.
-        consensus: Consensus of the ranks.
         timeout: Timeout for all ranks to arrive, in seconds.
 
     Raises:

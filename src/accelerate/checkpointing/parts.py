@@ -231,7 +231,6 @@ def map_like(convert: Callable[[Any, Any], Any], state: object, own: Any) -> Any
 
     Args:
         convert: Function of a value and the one at the same position of the other state, or None.
-        state: The state.
         own: Another state of the same object.
     """
     if isinstance(state, Mapping) and isinstance(own, Mapping):
@@ -411,8 +410,6 @@ def custom_part(index: int, owner: object, distribute: Distribute | None = None)
     """Returns the part of an object of the user, by its index.
 
     Args:
-        index: Index of the object.
-        owner: The object.
         distribute: Function for states with DTensors, which are then gathered on all ranks, or None.
     """
     return StatePart(f"custom_checkpoint_{index}.pkl", owner, distribute=distribute)

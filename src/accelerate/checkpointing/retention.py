@@ -64,7 +64,6 @@ def inspect(path: Path, *, deep: bool) -> tuple[manifest.Manifest | None, str]:
     """Returns the manifest of a checkpoint, or None, and the reason why it is not complete, or "".
 
     Args:
-        path: Folder of the checkpoint.
         deep: Whether checksums are compared, and not only sizes.
     """
     for _ in range(ATTEMPTS):

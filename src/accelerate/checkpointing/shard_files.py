@@ -85,7 +85,6 @@ def payload(folder: str, rank: int, state: State) -> Payload:
 
     Args:
         folder: Folder of the shards, relative to the staging folder, or "" for the staging folder itself.
-        rank: This rank.
         state: Values of live objects, in the same order on all ranks.
     """
     return _payload(folder, f"__{rank}_0{SUFFIX}", _owned(rank, state))

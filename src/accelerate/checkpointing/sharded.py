@@ -362,10 +362,8 @@ def optimizer_change(
     Tensors are copied into those that the optimizer has, if these have the same layout.
 
     Args:
-        optimizer: The prepared optimizer.
         states: States by the numbers of parameters, and states that belong to no parameter by their keys.
         groups: Groups of its state dict.
-        reader: Reader of the checkpoint.
         like: Parameters, or None for those whose states are not distributed like them.
         placements: Placements of the states that are distributed otherwise, by number and key of the state,
             None for a plain one.

@@ -43,8 +43,6 @@ class FilePlan(NamedTuple):
 
     Attributes:
         files: Names of the tensors by the name of their file, in the order of the files.
-        pattern: Pattern of the names of all files.
-        index_name: Name of the index.
         metadata: Metadata of the index, or None without an index.
     """
 
@@ -104,9 +102,7 @@ def save_from_shards(
     Args:
         state: State dict of tensors that may be sharded, with one tensor for all of its names.
         gather: Returns a whole tensor on the CPU, and is called on all ranks in the same order.
-        folder: Folder of the files.
         max_shard_size: Size of a file in bytes, also as a string such as "5GB".
-        writes: Whether this rank writes the files.
     """
     first: dict[int, str] = {}
     aliases = {

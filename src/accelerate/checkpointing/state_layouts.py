@@ -32,7 +32,6 @@ def layouts_of(states: Mapping[Any, Any], parameters: Mapping[Any, Any]) -> dict
     """Returns the layouts of the states that are not distributed like their parameters.
 
     Args:
-        states: States of each parameter.
         parameters: Parameters by the same keys, or None for those whose states are whole.
 
     Raises:
@@ -95,7 +94,6 @@ def place_state(
     Args:
         name: Name of the state, for messages.
         value: The whole state, or a tensor of its shape.
-        parameter: The parameter.
         layout: Its layout in the checkpoint, if it has one.
         live: The state that the optimizer has now, if it has one.
 

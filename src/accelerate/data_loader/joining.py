@@ -65,7 +65,6 @@ class DatasetJoin:
 
         Args:
             batches: The batches of the shard.
-            mark: The mark of the last batch.
             capture: Function that captures the state of the shard; None without one.
             keep: Called with the state after each batch, and whether the state is that of an ended shard.
             number: Number of the first batch.

@@ -166,7 +166,6 @@ def wrapper_for_xla() -> type:
 
         Args:
             dataloader: A prepared loader that leaves batches on the CPU.
-            device: The XLA device.
         """
 
         def __init__(self, dataloader: DataLoaderShard, device: Any) -> None:

@@ -103,7 +103,6 @@ def match_ranks(loader: DataLoader[Any], groups: int, group: int, transport: Tra
     Called on all ranks, which agree.
 
     Args:
-        loader: The loader of the user.
         groups: Number of data-parallel ranks.
         group: The data-parallel rank of this process.
         transport: The transport that connects the ranks; None if they cannot be reached.
@@ -300,7 +299,6 @@ class OrderCheck:
     """Comparison of the first batch of indices over all ranks.
 
     Args:
-        transport: Transport of the ranks.
         name: Name of the class of the sampler.
         once: Whether to compare in the first pass only. The order of an unknown sampler may depend on random
             generators, whose states may come to differ between ranks.

@@ -79,9 +79,6 @@ def yield_batches(
     """Yields the batches of a pass, with the attributes of the loader set for each.
 
     Args:
-        loader: The prepared loader.
-        batches: The batches.
-        mark: The mark of the last batch.
         padding_record: Counts of the batches with padding; it may grow during the pass.
         number: Number of the first batch.
         choose: Returns from the first batch the function that moves batches to the device, as `choose_move`.
@@ -159,7 +156,6 @@ def open_batches(
     """Opens torch's iterator, which draws the order of the pass.
 
     Args:
-        loader: The prepared loader.
         skip: Number of batches to skip.
         kept: Number of the skipped batches, from the first one, that are yielded nevertheless.
         ahead_by: Number of batches that are read before the one that is yielded; None for torch's own number.

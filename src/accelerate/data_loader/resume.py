@@ -95,7 +95,6 @@ def restore(loader: Any, state: Mapping[str, Any], streams: Mapping[str, Any] | 
     """Restores the order and position of a loader, also from a run with another number of processes.
 
     Args:
-        loader: The prepared loader.
         state: The state that `capture` returned.
         streams: The states that `capture_stream` returned.
 

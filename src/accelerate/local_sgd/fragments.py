@@ -35,7 +35,6 @@ class Bucket:
     """Parameters of one fragment whose global values have one dtype, and one device.
 
     Attributes:
-        parameters: Parameters of the model.
         flat: Their global values, which are equal on all ranks.
         views: Views of `flat` with the shapes of the parameters, which the outer optimizer steps.
     """
@@ -89,7 +88,6 @@ class Fragment:
     """Part of the parameters of a model, which are exchanged at one step of each interval.
 
     Attributes:
-        buckets: Its parameters.
         offset: Step of the interval at which its exchange starts, from 1.
         started: Step at which its last exchange has started, or 0.
     """
@@ -104,7 +102,6 @@ class Exchange:
     """Exchange of a fragment that has started.
 
     Attributes:
-        index: Index of the fragment.
         started: Step at which it has started.
         means: Means of the pseudo-gradients of all ranks, one for each bucket.
     """
@@ -123,7 +120,6 @@ def build_fragments(
 
     Args:
         parameters: Parameters of a model in their order, which is equal on all ranks.
-        num_fragments: Number of fragments.
         interval: Number of steps of an interval.
         device: Device of the global values, or None for that of each parameter.
     """

@@ -82,7 +82,6 @@ class RunMonitor:
     """Monitor of one rank, which is a service of the process.
 
     Args:
-        sources: Source of the values of the records.
         records: Thread that writes the records, without a folder for none.
         queue: Events and checkpoints of this process that are to be recorded.
         prints_times: Whether rank 0 prints the time of steps and the conclusions at the end.

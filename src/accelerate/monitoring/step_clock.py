@@ -238,7 +238,6 @@ class StepClock:
         """Begins a phase, and returns the previous one for `resume`.
 
         Args:
-            phase: The phase.
             *event: Arguments of the event at which it begins, which have no effect.
         """
         if get_ident() != self.owner:
@@ -331,7 +330,6 @@ class StepClock:
         The thread that steps the leader becomes the training thread, whichever thread built the run.
 
         Args:
-            optimizer: The optimizer.
             updates: Number of updates of the parameters, which is 0 if the step was skipped or has failed.
         """
         is_owner = self.switch(REST) != OTHER_THREAD

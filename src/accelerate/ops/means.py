@@ -81,7 +81,6 @@ class MeanGroup:
             means that are being computed.
 
     Attributes:
-        size: Number of ranks.
         bytes_sent: Bytes that this rank has sent, as counted for collectives that send nothing twice: an
             all-reduce sends `2 * (size - 1) / size` of its bytes, an all-to-all and an all-gather half of it.
     """

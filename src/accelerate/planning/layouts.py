@@ -347,7 +347,6 @@ def candidate_layouts(
     """Yields the layouts of a number of devices that a model allows, with the fastest one of each kind first.
 
     Args:
-        devices: Number of devices.
         trace: Any trace of the model.
         accumulation: Forward and backward passes in each step.
         offload: Whether to yield layouts with offload, too.

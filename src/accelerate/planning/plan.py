@@ -59,7 +59,6 @@ class FittingLayout:
     """Layout that fits, with its memory and communication.
 
     Attributes:
-        layout: The layout.
         parts: Bytes on each device at the peak.
         host: Bytes that each rank keeps in host memory.
         communication: Bytes that each rank sends per sample.
@@ -103,7 +102,6 @@ class Planner:
 
         Args:
             layout: Layout whose gradient accumulation is used.
-            devices: Number of devices.
             capacity: Memory of each device, in bytes.
             batch_size: Samples on each device in one forward pass.
         """

@@ -84,7 +84,6 @@ def loss_or_sum(model: nn.Module, batch: tuple[Sequence[Any], Mapping[str, Any]]
     """Returns the loss in the output of a model, or the sum of its outputs if it has none.
 
     Args:
-        model: The model.
         batch: Positional and keyword arguments of the model.
     """
     output = model(*batch[0], **batch[1])

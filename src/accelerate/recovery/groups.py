@@ -36,9 +36,6 @@ class ReplicaGroups:
 
     This class is for a run of one group. Its methods change nothing.
 
-    Args:
-        prepared: Prepared objects.
-
     Attributes:
         repeats_steps: Whether a step is repeated if a group has ended.
         num_replicas: Number of groups that were launched.

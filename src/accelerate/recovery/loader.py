@@ -43,7 +43,6 @@ class RecoveryLoader(DataLoaderStateMixin):
         number: Number of the loader in the run, which is the same on all replica groups.
         shards: Prepared loader of each launched replica group, with the batches of this rank.
         divide: Returns the prepared loader of this rank for some members.
-        recovery: The replica groups.
         shrinks: Whether each member computes equally many micro-batches with fewer members, too. Otherwise a
             step has the micro-batches of all launched replica groups.
 

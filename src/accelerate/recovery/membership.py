@@ -61,7 +61,6 @@ class Membership:
         lighthouse: Address of the lighthouse of torchft.
         timeout: Timeout of one collective, in seconds.
         group: Transport of the ranks of this replica group.
-        device: Device of this rank.
         capture: Returns the state that joining replica groups receive.
         apply: Loads this state.
     """

@@ -22,7 +22,6 @@ class Run(NamedTuple):
 
     Attributes:
         replica: Index of the replica group.
-        replicas: Number of replica groups.
         min_replicas: Smallest number of them that takes a step.
         batch: Whether the global batch is "constant", or "shrink" with the number of members.
         timeout: Timeout of one collective between them, in seconds.

@@ -65,9 +65,7 @@ class Recovery(ReplicaGroups):
 
     Args:
         run: Number of replica groups, and the addresses of the run.
-        strategy: Strategy of the ranks of this replica group.
         gradients: State that says whether the current micro-batch is the last one of this replica group.
-        prepared: Prepared objects.
         items: Returns the stateful objects of the run, whose states joining replica groups receive.
 
     Attributes:

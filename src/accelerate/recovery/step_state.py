@@ -18,7 +18,6 @@ class StepState:
 
     Args:
         strategy: Strategy of the ranks of this replica group.
-        prepared: Prepared objects.
         num_flags: Number of requests that are added up with the gradients.
     """
 

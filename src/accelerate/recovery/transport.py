@@ -19,13 +19,7 @@ class MemberLostError(Exception):
 
 
 class MemberTransport(Transport):
-    """Transport over the ranks of all members, in the order of the replica groups.
-
-    Args:
-        membership: Membership of this replica group.
-        members: The members.
-        group: Transport of the ranks of this replica group.
-    """
+    """Transport over the ranks of all members, in the order of the replica groups."""
 
     def __init__(self, membership: Membership, members: Members, group: Transport) -> None:
         self._membership, self._members, self._group = membership, members, group

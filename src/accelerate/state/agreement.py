@@ -56,7 +56,6 @@ class StoreChannel:
 
     Args:
         store: Store of the process group, or another connection to it.
-        scope: Prefix of the names.
         environ: Environment variables, of which `ACCELERATE_RUN_KEY` is the key of the signatures.
 
     Attributes:
@@ -274,7 +273,6 @@ class Consensus:
 
         Args:
             operation: Name of the call in error messages, equal on all ranks.
-            value: Value of this rank.
             reduce_fn: Function that returns the decision, called on rank 0.
             timeout: Seconds after which the ranks that have arrived raise a `StateError`.
         """

@@ -389,7 +389,6 @@ def _wait_until_idle(polls: int, pause: float, limit: float) -> None:
     A thread that waits for the GIL appears idle, and gets the GIL in the pause before each poll.
 
     Args:
-        polls: Number of consecutive polls.
         pause: Seconds before each poll.
         limit: Timeout in seconds.
     """

@@ -203,10 +203,6 @@ class Leader:
     """Service that says whether this replica group is the one that writes files and prints.
 
     A run without replica groups has none.
-
-    Attributes:
-        is_leader: Whether this replica group writes files and prints.
-        wait_for_others: Waits for the other replica groups.
     """
 
     is_leader: bool
@@ -265,7 +261,6 @@ class Observers:
         observers: Observers to add.
 
     Attributes:
-        all: The observers.
         is_ahead: True while loaders read ahead of the loop, which has not used the batch before.
         pass_begun: Called with a loader at the beginning of a pass over it.
         before_read: Called with a loader before it reads the next batch, in the thread of the loop. The loop

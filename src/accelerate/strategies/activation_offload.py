@@ -38,11 +38,7 @@ Options = Callable[[list[Tensor]], dict[str, Any]]
 
 
 class Copy:
-    """Tensor on a device and the copy that reads or writes it, which is complete in this class.
-
-    Args:
-        tensor: The tensor on the device.
-    """
+    """Tensor on a device and the copy that reads or writes it, which is complete in this class."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

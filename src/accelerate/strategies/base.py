@@ -263,9 +263,7 @@ class Strategy:
         """Returns the module of the user in a prepared model.
 
         Args:
-            model: A prepared model.
             keep_fp32: Whether to keep the forward under autocast.
-            keep_compiled: Whether to keep the compiled module.
         """
         return extract_model_from_parallel(model, keep_fp32, keep_compiled)
 
@@ -293,7 +291,6 @@ class Strategy:
         """Computes the gradients of a batch, and returns its loss.
 
         Args:
-            model: A prepared model.
             batch: The batch, as for `Accelerator.forward_backward`.
             loss_fn: Returns the loss of outputs and target, or None if the model computes it.
             backward: Computes the gradients of a loss, for a model that is called as usual.
@@ -318,7 +315,6 @@ class Strategy:
         """Returns a context manager in which the backward pass of a model exchanges no gradients.
 
         Args:
-            model: A prepared model.
             early: Whether gradients are reduced to shards in each micro-batch, and replicas of shards are
                 averaged in the last one.
         """

@@ -19,7 +19,6 @@ def arguments_of(
     """Returns the arguments of a model, and the target of its loss function.
 
     Args:
-        model: A model.
         batch: Mapping of arguments of the model by name, and of others that only the loss function reads; or
             tuple of positional arguments, of which the last one is the target; or the one argument.
         has_loss: Whether there is a loss function. Otherwise a tuple has no target.

@@ -85,7 +85,6 @@ class Bundle:
     """Objects of one `prepare` call, by position.
 
     Args:
-        objects: The objects.
         placement: For each object whether it is moved to the device. None is the default of the run.
     """
 

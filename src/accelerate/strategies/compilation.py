@@ -11,11 +11,7 @@ from accelerate.wrappers import compiler_for
 
 
 class Compilation(Layer):
-    """Compilation of wrapped models.
-
-    Args:
-        strategy: Strategy of the run.
-    """
+    """Compilation of wrapped models."""
 
     def __init__(self, strategy: Any) -> None:
         self._plugin = strategy.context.request.dynamo

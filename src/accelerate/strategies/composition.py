@@ -140,7 +140,6 @@ def admit(strategy: Strategy, obj: object, requested: bool | None = None) -> Non
     """Adds the layers to a strategy that an object needs, before it is prepared.
 
     Args:
-        strategy: A strategy.
         obj: A model, or a prepared optimizer.
         requested: Whether the program requests that ranks step whole matrices, or None.
     """
@@ -157,8 +156,6 @@ def divide_steps(strategy: Strategy, optimizer: AcceleratedOptimizer, whole_matr
     """Lets layers change how a prepared optimizer steps.
 
     Args:
-        strategy: Strategy of the run.
-        optimizer: A prepared optimizer.
         whole_matrices: Whether it needs whole matrices, as True or False. None is the default of its class.
     """
     if whole_matrices is not None and not isinstance(whole_matrices, bool):

@@ -79,7 +79,6 @@ def adopt_order(replica: parallel.DistributedDataParallel, order: Sequence[int])
     records the order. Gradients are not changed, nor is a replica that has trained already.
 
     Args:
-        replica: A replica of a model.
         order: The order of a replica of the same model.
     """
     parameters = [parameter for parameter in replica.module.parameters() if parameter.requires_grad]
@@ -167,9 +166,6 @@ class LateReduction:
     not called the replica, or because it is the second pass after one forward. And they are the gradients of
     parameters that were frozen when the model was wrapped. Gradients that are equal on all ranks stay equal
     to their average, so gradients may be sums of both kinds.
-
-    Args:
-        replica: A new replica.
     """
 
     def __init__(self, replica: parallel.DistributedDataParallel) -> None:

@@ -99,7 +99,6 @@ class _Outputs:
     """Outputs and inputs of modules in the order in which they are computed.
 
     Args:
-        model: The model.
         shape: Number of rows and their length.
     """
 
@@ -317,10 +316,8 @@ def refuse_leaks(
     Called on all ranks, also on those whose rows have one document.
 
     Args:
-        model: A prepared model.
         batch: Its inputs.
         documents: Document of each position, of shape (rows, length), or None for one document.
-        device: Device of this rank.
         split: Returns a context manager that shards sequences, or None.
         fix: Sentence at the end of the message.
 
@@ -353,11 +350,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 class PackingCheck(Layer):
-    """Checks the first training batch of each model that takes positions.
-
-    Args:
-        strategy: Strategy of the run.
-    """
+    """Checks the first training batch of each model that takes positions."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = WeakStrategy(strategy)
@@ -403,8 +396,6 @@ def check_isolation(strategy: Strategy, model: nn.Module, batch: object, boundar
     """Raises an error if the documents of packed sequences in a batch affect each other.
 
     Args:
-        strategy: Strategy of the run.
-        model: A prepared model.
         batch: Its inputs, which are whole under context parallelism.
         boundaries: Boundaries of documents, or None for those of the batch.
 

@@ -88,7 +88,6 @@ class Layer:
 
         Args:
             model: A model that is not prepared.
-            convert: Converts a model to the mixed precision.
             to_device: Whether to move it.
             evaluation: Whether the model is not trained.
         """
@@ -116,7 +115,6 @@ class Layer:
         """Changes how a prepared optimizer steps.
 
         Args:
-            optimizer: The optimizer.
             whole_matrices: Whether the program requests that ranks step whole matrices, or None.
         """
 
@@ -124,12 +122,7 @@ class Layer:
         """Follows changes of parameters, after objects are prepared and before states are saved or loaded."""
 
     def transform_loader(self, loader: Iterable[Any], model: nn.Module) -> Any:
-        """Returns a loader of this rank's part of each batch, which is `loader` itself by default.
-
-        Args:
-            loader: A prepared loader.
-            model: The prepared model.
-        """
+        """Returns a loader of this rank's part of each batch, which is `loader` itself by default."""
         return loader
 
     def loader_mesh(self, mesh: DeviceMesh | None) -> Any:
@@ -165,7 +158,6 @@ class Layer:
         """Computes the gradients of a batch and returns its loss, or None for a model that is called.
 
         Args:
-            model: A model of the user.
             batch: The batch, as for `Accelerator.forward_backward`.
             loss_fn: Returns the loss of outputs and target, or None if the model computes it.
             scale: Returns a loss times its weight in the window.
@@ -180,7 +172,6 @@ class Layer:
         """Returns a context manager in which the backward pass of a model exchanges no gradients.
 
         Args:
-            model: A prepared model.
             early: Whether gradients are reduced to shards, and only replicas of shards exchange none.
         """
         return nullcontext()
@@ -215,11 +206,7 @@ class Layer:
 
 
 class WeakStrategy:
-    """Weak reference of a layer to the strategy that has the layer, which can be pickled with both.
-
-    Args:
-        strategy: The strategy.
-    """
+    """Weak reference of a layer to the strategy that has the layer, which can be pickled with both."""
 
     def __init__(self, strategy: object) -> None:
         self._reference = ref(strategy)

@@ -282,11 +282,7 @@ def _refuse_other_steps(
 
 
 class WholeMatrices(Layer):
-    """Optimizers whose ranks step some parameters each as a whole.
-
-    Args:
-        strategy: Strategy of the run.
-    """
+    """Optimizers whose ranks step some parameters each as a whole."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = WeakStrategy(strategy)

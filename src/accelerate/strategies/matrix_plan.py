@@ -27,8 +27,6 @@ class Matrix:
 
     Attributes:
         key: Key of the parameter, which is equal on all ranks.
-        shape: Shape of the whole parameter.
-        dtype: Its dtype.
         owner: Rank that steps it.
         sources: Boxes that make up the parameter, each with the rank from which the owner takes it.
         copies: Boxes on other ranks, which the owner updates.

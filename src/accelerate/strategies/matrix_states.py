@@ -51,8 +51,6 @@ def local_states(
     """Returns the part of the whole state of a parameter on this rank, or None if it is on another rank.
 
     Args:
-        values: The whole state.
-        parameter: The parameter.
         is_owned: Whether this rank has the whole state, or None if all ranks share it.
         placements: Placements of each tensor, None for a plain one. By default those with the shape of the
             parameter are distributed like it.
@@ -77,8 +75,6 @@ def gather_owned_states(
     Called on all ranks. The states are sent one by one, so that other ranks need memory for one of them.
 
     Args:
-        optimizer: Prepared optimizer.
-        state: State dict with the states of this rank.
         keep: Whether to return states. False returns a state dict without them.
     """
     states: dict[int, Any] = dict(state["state"])

@@ -81,7 +81,6 @@ def find_unrelated_optimizers(
 
     Args:
         optimizers: The optimizers to check.
-        models: All prepared models.
         stepped: Ids of all parameters that prepared optimizers step, on one process. There an optimizer of
             other parameters is a mistake only if a model has trainable parameters that no optimizer steps.
             None on several processes, where gradients of other parameters are not averaged.

@@ -126,9 +126,7 @@ class BudgetedForward:
     Afterwards it warns about a larger batch. It is not copied with the model.
 
     Args:
-        strategy: Strategy of the run.
         model: Model of the user, before it is prepared.
-        blocks: Its blocks.
     """
 
     def __init__(self, strategy: Strategy, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -220,11 +218,7 @@ def _skip(*args: Any) -> None:
 
 
 class Recomputation(Layer):
-    """Activation checkpointing of the blocks of trained models.
-
-    Args:
-        strategy: Strategy of the run.
-    """
+    """Activation checkpointing of the blocks of trained models."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = WeakStrategy(strategy)

@@ -152,9 +152,7 @@ class RestoredState:
     may count the operators inside it.
 
     Args:
-        block: The block.
         before: State from before its forward.
-        inner: Context of the recomputation.
         versions: Inputs of the forward, each with the number of its changes in place until then.
     """
 

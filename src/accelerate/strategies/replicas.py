@@ -91,7 +91,6 @@ class ReplicaCheck:
     gradients from the same batch, as with tensor parallelism, may round them differently.
 
     Args:
-        strategy: Strategy of the run.
         ranks_of_whole: Ranks that have the same elements of a parameter that is not sharded, or None if its
             gradients are not averaged.
     """

@@ -20,7 +20,6 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
 
     Args:
         request: Checked arguments of the run.
-        topology: Ranks of the run.
         hardware: Name of the row of the hardware table.
 
     Raises:

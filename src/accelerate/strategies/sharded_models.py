@@ -70,8 +70,6 @@ class ShardedModel:
     Created on all ranks, which exchange their positions once.
 
     Args:
-        model: The model.
-        device_type: Type of the devices of the meshes.
         mesh: Mesh of a run whose model has stages on different ranks, or None.
         stages: Modules of the stages of this rank.
 
@@ -113,7 +111,6 @@ class ShardedModel:
 
         Args:
             mesh: Mesh of the loaders, or None for loaders with a batch for each rank.
-            num_ranks: Number of ranks.
         """
         ranks = torch.arange(num_ranks) if mesh is None else mesh.mesh
         first = ranks  # with the same batch
@@ -176,9 +173,6 @@ class KeptShardsState(DistributedTensorState):
 
 class ShardedModels(Layer):
     """Models that are sharded before they are wrapped, and models in the stages of a pipeline.
-
-    Args:
-        strategy: Strategy of the run.
 
     Attributes:
         models: The models with their meshes.

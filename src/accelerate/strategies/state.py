@@ -128,7 +128,6 @@ class StrategyState:
         """Returns for each optimizer an object with `state_dict` and `load_state_dict` of whole states.
 
         Args:
-            optimizers: Prepared optimizers.
             gather: Whether to gather the states now, which is called on all ranks.
         """
         return [self._gathered(each) if gather and owned_states(each) else each for each in optimizers]
@@ -183,7 +182,6 @@ class StrategyState:
 
         Args:
             index: Position of the model among those in engines.
-            model: A prepared model.
             folder: Folder to save to, or None to load.
         """
         return None

@@ -40,7 +40,6 @@ def relative_difference(values: Tensor, right: Tensor, tolerance: float, zero: f
     """Returns the norm of the difference of two tensors relative to that of the second one.
 
     Args:
-        values: A tensor.
         right: Tensor of that shape, or of another one if only local parts are known.
         tolerance: Largest difference that counts as 0.
         zero: Norm of a difference that counts as 0.

@@ -30,7 +30,6 @@ class Batch(Protocol):
     Attributes:
         rows: Number of rows on this rank, or None outside of a training step.
         num_groups: Number of groups of ranks that have different rows.
-        group: Group of this rank.
         num_joined: Number of batches of the other run that are joined to one.
     """
 

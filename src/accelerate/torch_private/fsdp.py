@@ -57,13 +57,11 @@ class FlatUnit:
     """Flat parameter of a unit of FSDP 1, whose layout is not public.
 
     Attributes:
-        flat: The flat parameter.
         originals: The original parameters with use_orig_params, otherwise None.
         names: Names of the original parameters, relative to the unit.
         shapes: Shapes of the original parameters.
         are_contiguous: Whether each original parameter is contiguous.
         group: Process group of the unit.
-        is_sharded: Whether the flat parameter is sharded.
     """
 
     def __init__(self, unit: FullyShardedDataParallel) -> None:
@@ -267,7 +265,6 @@ class TakenGradients:
     """Gradients that FSDP 2 has not reduced, removed from parameters until they are put back.
 
     Args:
-        models: Models with the parameters.
         parameters: Sharded parameters.
     """
 

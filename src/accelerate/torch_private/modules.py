@@ -97,7 +97,6 @@ def replaced_weights(weights: Mapping[nn.Module, Weights], *, has_hooks: bool = 
     """Replaces the parameters and buffers of modules inside the block.
 
     Args:
-        weights: Parameters and buffers of each module.
         has_hooks: Whether the modules keep their forward hooks.
     """
     names = ("_parameters", "_buffers", *(() if has_hooks else ("_forward_hooks", "_forward_pre_hooks")))
@@ -128,7 +127,6 @@ def call_forward_hooks(
     """Calls some forward hooks of a module whose forward is left out, and returns its outputs after them.
 
     Args:
-        module: The module.
         args: Positional arguments of its forward.
         kwargs: Keyword arguments.
         outputs: Outputs in place of those of the forward.

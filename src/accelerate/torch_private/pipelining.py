@@ -66,10 +66,6 @@ class UnevenPipelineStage(PipelineStage):
     torch allocates the same buffers for all micro-batches.
 
     Args:
-        module: Module of the stage.
-        index: Index of the stage.
-        num_stages: Number of stages.
-        device: Device of this rank.
         group: Process group of the pipeline.
         inputs: Tensors that the stage receives, for each micro-batch.
         outputs: Tensors that it returns, for each micro-batch.

@@ -29,7 +29,6 @@ class Options:
     """Options of one of the two runs.
 
     Attributes:
-        folder: Folder of the records of this run.
         steps: Number of optimizer steps after which the run stops.
         factor: Number by which the batch sizes of loaders are multiplied, so that one step has as many
             samples as in the other run.

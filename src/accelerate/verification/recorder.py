@@ -36,9 +36,6 @@ class Finished(SystemExit):
 class Recorder:
     """Record of one rank, which ends the script after some optimizer steps.
 
-    Args:
-        options: Options of the run.
-
     Attributes:
         accelerator: The newest `Accelerator` of the script, or None before it.
         rows: Number of rows of the current training batch on this rank, or None.

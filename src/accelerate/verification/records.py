@@ -74,7 +74,6 @@ class Run:
     """Records of one run over all ranks.
 
     Attributes:
-        size: Number of ranks.
         num_groups: Number of data-parallel groups.
         precision: Mixed precision.
         is_complete: Whether the weights after the last step were written.

@@ -43,7 +43,6 @@ def names_by_group(
     They begin with the number of the model if the optimizer steps several models.
 
     Args:
-        optimizer: Optimizer.
         named: Parameters by name of each model.
     """
     names: dict[int, list[str]] = {}

@@ -59,7 +59,6 @@ def gradient_norm(
     collectives is the number of different sets of process groups.
 
     Args:
-        parameters: Parameters with gradients.
         norm_type: p, which may be infinity.
         device: Device of the result.
         find_groups: Returns the process groups over which a parameter is sharded.

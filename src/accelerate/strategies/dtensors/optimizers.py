@@ -181,9 +181,6 @@ def _put(
     """Sets the parameters of a group of an optimizer, each once.
 
     Args:
-        optimizer: Optimizer.
-        group: One of its groups.
-        parameters: New parameters.
         seen: Identities of the parameters of the other groups, to which those of this group are added.
     """
     unique = {id(parameter): parameter for parameter in parameters}

@@ -46,7 +46,6 @@ def whole_weights(
 
     Args:
         root: Outermost unit.
-        device: Device of the gathered weights.
     """
     ranges = list(local_ranges(root))
     weights: dict[str, Any] = {}

@@ -172,7 +172,6 @@ class Sharded(Strategy, ABC):
 
         Args:
             model: The model before sharding.
-            shard: Shards the model and returns it.
             list_parameters: Returns the parameters of the sharded model by their names before sharding.
         """
         remapper = ParameterRemapper(model, self.session.waiting)

@@ -129,9 +129,7 @@ def show_absent_weights(model: nn.Module, layers: Mapping[nn.Module, str], devic
     `named_parameters` of the model itself yields its own parameters only.
 
     Args:
-        model: The model with all its weights.
         layers: Name of the layer of each module whose weights are on other ranks.
-        device: Device of this rank.
     """
     known = {
         id(weight): weight for part in model.modules() if part not in layers for weight in _own_weights(part)

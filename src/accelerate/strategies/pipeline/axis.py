@@ -33,11 +33,7 @@ AXIS = MeshAxis.PP.value
 
 
 class KeptStructures(Layer):
-    """Structures of models before any layer changes them, with which their pipelines are compared.
-
-    Args:
-        strategy: Strategy of the run.
-    """
+    """Structures of models before any layer changes them, with which their pipelines are compared."""
 
     def __init__(self, strategy: object) -> None:
         self._strategy = WeakStrategy(strategy)
@@ -56,9 +52,6 @@ class KeptStructures(Layer):
 
 class PipelineAxis(Layer):
     """Axis along which ranks have different layers.
-
-    Args:
-        strategy: Strategy of the run.
 
     Attributes:
         pipelines: Pipelines of the models that are prepared for training.

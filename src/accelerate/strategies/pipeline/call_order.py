@@ -31,7 +31,6 @@ class Use(NamedTuple):
     """Use of an attribute of a module in the code of its forward.
 
     Attributes:
-        name: Name of the attribute.
         is_call: Whether a module is called or passed to a function, and not only read.
         reads_weight: Whether the values of a parameter of the module are used, which has no buffers.
         is_reversed: Whether the entries of a list are used from the last to the first.

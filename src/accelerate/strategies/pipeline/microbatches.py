@@ -143,10 +143,7 @@ def weight_of_labels(
     """Returns the weight of the loss that a model computes for a micro-batch, as the mean over its labels.
 
     Args:
-        microbatches: The micro-batches.
-        index: Index of the micro-batch.
         shares: Returns `shares_of_labels` of the micro-batches.
-        outputs: Outputs of the micro-batch.
         skipped: Number of labels of each sample that the loss skips, which is 1 in causal language models, or
             None if no loss has shown it yet.
 
@@ -253,7 +250,6 @@ def merge_outputs(parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[
     of the first micro-batch, and must be the same in each.
 
     Args:
-        parts: Outputs of each micro-batch.
         sizes: Number of samples of each.
         weights: Weight of the scalars of each. None takes the number of samples.
 

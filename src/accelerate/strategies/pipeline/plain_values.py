@@ -26,7 +26,6 @@ def value_of(node: ast.AST, module: nn.Module, own: str, variables: Mapping[str,
     """Returns the number, text or list of those that an expression has in each forward, or None.
 
     Args:
-        node: An expression.
         module: The module to whose method the expression belongs.
         own: Name of the module in the method.
         variables: Values of local variables by name.

@@ -38,7 +38,6 @@ def whole_reference(structure: nn.Module, pipeline: Pipeline) -> Iterator[nn.Mod
 
     Args:
         structure: Copy of the model by `copy_structure`.
-        pipeline: The pipeline.
     """
     reference = copy_structure(structure)
     device = _device_for(pipeline.device, reference)

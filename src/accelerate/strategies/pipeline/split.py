@@ -33,7 +33,6 @@ class Submodule:
 
     Attributes:
         names: Names of the module in the model.
-        module: The module.
         stages: Stages that have the parameters and buffers of the module.
     """
 
@@ -52,7 +51,6 @@ class Child(NamedTuple):
 
     Attributes:
         name: Name in the other module.
-        module: The module.
         order: Names of its entries in the order of their calls, if it is a list in another order.
     """
 
@@ -81,7 +79,6 @@ def split_model(model: nn.Module, num_stages: int, split: str | Sequence[str]) -
 
     Args:
         model: A model that is not wrapped yet.
-        num_stages: Number of stages.
         split: "auto", or the names of the modules with which the stages after the first begin.
 
     Raises:

@@ -45,7 +45,6 @@ class StageRun:
 
     Attributes:
         stage: Index of the stage.
-        trace: Trace of this forward.
         received: Tensors from the stage before.
     """
 
@@ -186,9 +185,7 @@ class PipelineModel:
 
     Args:
         model: A model with all its parameters. Those of stages on other ranks are removed from it.
-        split: The split of the model.
         own_stages: Indices of the stages on this rank.
-        device: Device of this rank.
         evaluate: Called with the arguments of the model when the user calls it.
 
     Attributes:
@@ -382,7 +379,6 @@ class StageModule(nn.Module):
     Its forward runs the code of the model between them.
 
     Args:
-        pipeline: The pipeline.
         stage: Index of the stage.
     """
 

@@ -47,7 +47,6 @@ class OptimizerNames(NamedTuple):
     """Names of the parameters that an optimizer steps on all ranks of a pipeline.
 
     Attributes:
-        groups: The names.
         have_prefix: Whether they begin with the number of the model, of which the optimizer steps several.
     """
 
@@ -60,7 +59,6 @@ class Owner(NamedTuple):
 
     Attributes:
         is_this_rank: Whether this rank has the stage that saves them.
-        first: The first rank of the run with the stages of this rank.
     """
 
     is_this_rank: bool
@@ -72,7 +70,6 @@ class PipelineState(GatheredState):
 
     Args:
         strategy: The strategy that has prepared them.
-        axis: The axis of the pipeline.
     """
 
     saves_shards = True

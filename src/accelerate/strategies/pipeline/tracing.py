@@ -35,7 +35,6 @@ class Call(NamedTuple):
     """Call of a submodule in a forward.
 
     Attributes:
-        submodule: The submodule.
         stage: Stage that computes it.
         outputs: Outputs with specs in place of tensors, or None if each stage computes them.
     """
@@ -49,7 +48,6 @@ class TensorKey(NamedTuple):
     """Result of a submodule or of a function in the code of containers, which is the same in each forward.
 
     Attributes:
-        is_call: Whether it is the result of a submodule.
         number: Number of such calls before it in the forward.
         position: Position among the tensors of the result.
     """
@@ -201,7 +199,6 @@ class Tracer(TorchFunctionMode):
 
     Args:
         model: The model, for messages.
-        split: Its split.
         placeholders: Weights of each submodule with parameters, without memory.
         device: Device of the outputs of submodules.
         outputs: Outputs of submodules in other traces, to which this one adds.

@@ -57,7 +57,6 @@ class LayerCall(NamedTuple):
 
     Attributes:
         position: Number of such calls before it.
-        name: Name of the layer.
         stage: Stage that computes it.
     """
 
@@ -70,7 +69,6 @@ class LayerOutput(NamedTuple):
     """Output of a layer in a forward.
 
     Attributes:
-        name: Name of the layer.
         tensors: Copies of the tensors in its output.
     """
 
@@ -132,7 +130,6 @@ class Verification:
         Called on all ranks of the run.
 
         Args:
-            pipeline: The pipeline.
             batch: Batch of this rank. All ranks compare that of rank 0, so that gradients that are averaged
                 over ranks are those of one batch.
             loss_fn: As for `Pipeline.train`.
@@ -168,8 +165,6 @@ class Verification:
         Called on all ranks of the pipeline.
 
         Args:
-            pipeline: The pipeline.
-            batch: Batch of this rank.
             is_sum: As for `Pipeline.train`.
         """
         parts, whole = _split(pipeline, batch, has_loss=False, is_sum=is_sum)
@@ -182,11 +177,6 @@ class Verification:
         """Raises an error if a pipeline computes other outputs than the model on one rank.
 
         Called on all ranks of the pipeline, without gradients.
-
-        Args:
-            pipeline: The pipeline.
-            parts: Micro-batches of a batch.
-            whole: The batch.
         """
         parts, (whole,) = (_without_caches(pipeline, each) for each in (parts, [whole]))
         compared = parts[:NUM_COMPARED]
