@@ -67,13 +67,7 @@ class Training:
     """Launch of a script whose processes may fail."""
 
     def __init__(
-        self,
-        folder: Path,
-        command: list[str],
-        members: int,
-        epochs: int,
-        pause: float,
-        **variables: str,
+        self, folder: Path, command: list[str], members: int, epochs: int, pause: float, **variables: str
     ) -> None:
         self.folder, self.members = folder, members
         folder.mkdir()

@@ -77,9 +77,7 @@ CASES: dict[str, Case] = {
     "trl": Case("fine_tuning", ("transformers", "datasets", "trl")),
     "trl, two processes": Case("fine_tuning", ("transformers", "datasets", "trl"), processes=2),
     "trl's command line": Case(
-        "commands",
-        ("transformers", "datasets", "trl", "peft"),
-        ("sft", "dpo", "dpo, launched"),
+        "commands", ("transformers", "datasets", "trl", "peft"), ("sft", "dpo", "dpo, launched")
     ),
     "trl's scripts, two processes": Case(
         "commands", ("transformers", "datasets", "trl"), ("sft, two processes", "dpo, two processes")

@@ -239,10 +239,7 @@ def attend_by_other_means() -> list[str]:
         pass  # no forward
     errors = []
     for model in models:
-        with (
-            pytest.raises(ConfigurationError) as caught,
-            accelerator.maybe_context_parallel([heads], [2]),
-        ):
+        with pytest.raises(ConfigurationError) as caught, accelerator.maybe_context_parallel([heads], [2]):
             model(heads)
         errors.append(str(caught.value))
     return errors

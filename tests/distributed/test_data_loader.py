@@ -96,11 +96,7 @@ def read_in_constant_memory(dispatch: bool | None) -> list[Any]:
     torch.manual_seed(PartialState().process_index + 1)
     loader = DataLoader(range(9000), batch_size=50, shuffle=True)  # type: ignore[arg-type]
     prepared = prepare(
-        loader,
-        dispatch_batches=dispatch,
-        even_batches=False,
-        use_constant_memory_sampler=True,
-        data_seed=4,
+        loader, dispatch_batches=dispatch, even_batches=False, use_constant_memory_sampler=True, data_seed=4
     )
     return [batches(prepared) for _ in range(2)]
 

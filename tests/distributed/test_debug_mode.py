@@ -99,10 +99,7 @@ accelerator.gather(torch.ones(1, width))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "way",
-    ["flag", "variable", "file"],
-)
+@pytest.mark.parametrize("way", ["flag", "variable", "file"])
 def test_a_launch_ends_with_the_message(tmp_path: Path, way: str) -> None:
     script, config = tmp_path / "train.py", tmp_path / "config.yaml"
     script.write_text(SCRIPT)

@@ -23,25 +23,12 @@ from torch import nn
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.base import CheckpointError, PreparationError
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import (
-    DummyOptim,
-    DummyScheduler,
-    is_deepspeed_available,
-    set_seed,
-)
+from accelerate.utils import DummyOptim, DummyScheduler, is_deepspeed_available, set_seed
 
 pytestmark = pytest.mark.slow
 Run = Callable[..., list[Any]]
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu"}
-STAGES = [
-    (0, "none"),
-    (1, "none"),
-    (2, "none"),
-    (3, "none"),
-    (1, "cpu"),
-    (2, "cpu"),
-    (3, "cpu"),
-]
+STAGES = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (1, "cpu"), (2, "cpu"), (3, "cpu")]
 KINDS = [(1, 0.0), (2, 0.5)]
 """Accumulation and clipping."""
 

@@ -148,13 +148,7 @@ def test_the_launcher_names_the_file_for_the_trainer(run: Run, tmp_path: Path) -
         "if trainer.is_world_process_zero():\n"
         "    json.dump(logged(trainer), open(sys.argv[2], 'w'))\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--use_deepspeed",
-    ]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--use_deepspeed"]
     file = write_config(str(tmp_path), 2)
     command += ["--num_processes", "2", "--deepspeed_config_file", file, str(script)]
     done = subprocess.run(

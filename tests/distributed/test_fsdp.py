@@ -240,7 +240,7 @@ def test_two_models_train_with_an_optimizer_prepared_later(run: Run, version: in
 
 def load_on_main(version: int, fields: dict[str, Any]) -> None:
     accelerator = Accelerator(
-        fsdp_plugin=plugin_of(version, cpu_ram_efficient_loading=True, use_orig_params=True, **fields),
+        fsdp_plugin=plugin_of(version, cpu_ram_efficient_loading=True, use_orig_params=True, **fields)
     )
     model = tied()
     if not accelerator.is_main_process:

@@ -172,8 +172,7 @@ HANGS = {
         fast=False,
     ),
     "skips torch's own": Fault(
-        skip_raw,
-        r"rank 0 waits in all_reduce .*, <RAW-0>, .*; rank 1 is .*<RAW-1>" + RECORDED.format(2),
+        skip_raw, r"rank 0 waits in all_reduce .*, <RAW-0>, .*; rank 1 is .*<RAW-1>" + RECORDED.format(2)
     ),
     "skips a backward": Fault(
         skip_backward,
@@ -185,10 +184,7 @@ HANGS = {
         3,
     ),
     "is rank 0": Fault(
-        rank_0_sleeps,
-        r"ranks 1-2 wait in gather #\d+, <ZERO-1>, .*; rank 0 is .*<ZERO-0>",
-        3,
-        fast=False,
+        rank_0_sleeps, r"ranks 1-2 wait in gather #\d+, <ZERO-1>, .*; rank 0 is .*<ZERO-0>", 3, fast=False
     ),
 }
 MISMATCHES = {

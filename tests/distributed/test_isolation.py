@@ -70,10 +70,7 @@ def batch_of(rank: int) -> dict[str, Tensor]:
     lengths = [LENGTH // 2] * 2 if rank == 0 else [LENGTH]
     positions = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1).clone()
     generator = torch.Generator().manual_seed(rank)
-    return {
-        "input_ids": torch.randint(WORDS, (2, LENGTH), generator=generator),
-        "position_ids": positions,
-    }
+    return {"input_ids": torch.randint(WORDS, (2, LENGTH), generator=generator), "position_ids": positions}
 
 
 def accelerator_of(layout: str) -> Accelerator:

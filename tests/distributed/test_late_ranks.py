@@ -94,11 +94,7 @@ slow = pytest.mark.slow
     ("launcher", "rank", "act", "said"),
     [
         pytest.param(
-            BY_US,
-            0,
-            "sleeps",
-            rf"; rank 0 did not come: its process \d+ on \S+ sleeps.*{STACK}",
-            marks=slow,
+            BY_US, 0, "sleeps", rf"; rank 0 did not come: its process \d+ on \S+ sleeps.*{STACK}", marks=slow
         ),
         pytest.param(BY_US, 1, "sleeps", rf"; rank 1 did not come: .*{STACK}", marks=slow),
         pytest.param(BY_US, 1, "stops", r"; rank 1 did not come: .* is stopped by a signal", marks=slow),

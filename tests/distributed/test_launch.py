@@ -369,14 +369,7 @@ print(f"{state.process_index} {state.num_processes} {state.device.type}\\n", end
 """
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["accelerate", "launch"],
-        ["accelerate-launch"],
-        LAUNCH,
-    ],
-)
+@pytest.mark.parametrize("command", [["accelerate", "launch"], ["accelerate-launch"], LAUNCH])
 @pytest.mark.slow
 def test_every_way_to_call_the_launcher_works(scripts: Scripts, command: list[str]) -> None:
     words = (

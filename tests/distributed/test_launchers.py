@@ -13,12 +13,7 @@ import pytest
 
 from accelerate.base import LaunchError, patch_environment
 from accelerate.launch import get_free_port
-from accelerate.launchers import (
-    LocalWorkers,
-    debug_launcher,
-    notebook_launcher,
-    run_elastic,
-)
+from accelerate.launchers import LocalWorkers, debug_launcher, notebook_launcher, run_elastic
 from accelerate.ops import gather_object
 from accelerate.state import PartialState
 

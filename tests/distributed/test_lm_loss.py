@@ -78,10 +78,7 @@ def train(layout: str, ties: bool, where: str, precision: str = "no", wraps: str
     if version is not None:
         policy: dict[str, Any] = {}
         if wraps is not None:
-            policy = {
-                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                "transformer_cls_names_to_wrap": [wraps],
-            }
+            policy = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": [wraps]}
         plugin = FullyShardedDataParallelPlugin(fsdp_version=version, use_orig_params=True, **policy)
     accelerator = Accelerator(
         cpu=True,

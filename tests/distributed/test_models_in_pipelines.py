@@ -193,10 +193,7 @@ def compare(names: list[str], schedule: str) -> None:
 
 @pytest.mark.parametrize(
     ("names", "schedule"),
-    [
-        (["checkpoint", "cache", "dataclass", "in place"], "1f1b"),
-        (["detached", "skips"], "zbvzerobubble"),
-    ],
+    [(["checkpoint", "cache", "dataclass", "in place"], "1f1b"), (["detached", "skips"], "zbvzerobubble")],
 )
 def test_gradients_are_those_of_one_process(run: Run, names: list[str], schedule: str) -> None:
     run(compare, names, schedule, processes=2, timeout=60)

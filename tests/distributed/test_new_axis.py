@@ -22,9 +22,7 @@ ADDED_LINES = {
             '\n    parallelism_config_xp_size: int | None = optional("Processes that double outputs.")\n'
         )
     },
-    TABLE: {
-        "LAYERS = (\n": '    Row("axes.doubling.DoublingAxis", "doubles outputs", _has(MeshAxis.XP)),\n',
-    },
+    TABLE: {"LAYERS = (\n": '    Row("axes.doubling.DoublingAxis", "doubles outputs", _has(MeshAxis.XP)),\n'},
 }
 """Lines that the recipe adds to files, each after an existing one."""
 AXIS = '''"""Axis whose ranks read the same batch, and double outputs."""

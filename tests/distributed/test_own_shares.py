@@ -213,12 +213,7 @@ def resume_run(
 
 RESUMED = [
     (dispatch, sizes, kind, stateful)
-    for dispatch, sizes in [
-        (None, [5, 4, 6]),
-        (None, [5, 4, 6, 1]),
-        (False, [5, 4, 6, 1]),
-        (False, [9, 1]),
-    ]
+    for dispatch, sizes in [(None, [5, 4, 6]), (None, [5, 4, 6, 1]), (False, [5, 4, 6, 1]), (False, [9, 1])]
     for kind in ("skips", "resumes")
     for stateful in (False, True)
 ]

@@ -29,11 +29,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", GROUPED),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {**GPT2, **NO_DROPOUT}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", GROUPED),
-    "gemma3": (
-        "Gemma3TextConfig",
-        "Gemma3ForCausalLM",
-        {**GROUPED, "head_dim": 8, "sliding_window": 4},
-    ),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**GROUPED, "head_dim": 8, "sliding_window": 4}),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**GROUPED, "num_local_experts": 4}),
     "bert": ("BertConfig", "BertForMaskedLM", {**SMALL, **HEADS, **BERT_DROPOUT}),
     "opt": (  # registers its last norm before its layers

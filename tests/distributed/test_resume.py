@@ -116,15 +116,7 @@ def build(kind: str, workers: int = 0) -> DataLoader[Any]:
     return DataLoader(Numbers(), shuffle=True, **shared)
 
 
-KINDS = (
-    "shuffled",
-    "own generator",
-    "with replacement",
-    "sampler",
-    "batch sampler",
-    "stream",
-    "bare stream",
-)
+KINDS = ("shuffled", "own generator", "with replacement", "sampler", "batch sampler", "stream", "bare stream")
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {},
     "seedable": {"use_seedable_sampler": True},
@@ -277,10 +269,7 @@ RESIZED: dict[str, tuple[str, dict[str, Any]]] = {
     "stream": ("stream", {"dispatch_batches": False}),
     "bare stream": ("bare stream", {}),
     "two workers": ("two workers", {}),
-    "bare stream, by itself": (
-        "bare stream",
-        {"dispatch_batches": False, "use_stateful_dataloader": True},
-    ),
+    "bare stream, by itself": ("bare stream", {"dispatch_batches": False, "use_stateful_dataloader": True}),
 }
 SIZES = [(2, 3), (3, 1), (1, 2)]
 IN_GATE = {

@@ -230,12 +230,7 @@ def fail_to_write() -> Any:
 
 def test_a_save_that_fails_on_one_rank_leaves_the_old_one(run: Run) -> None:
     for messages, unchanged, pieces in run(fail_to_write):
-        assert pieces == {
-            "model.enter.weight": 2,
-            "model.leave.weight": 2,
-            "model.scale": 2,
-            "model.mean": 1,
-        }
+        assert pieces == {"model.enter.weight": 2, "model.leave.weight": 2, "model.scale": 2, "model.mean": 1}
         assert len(messages) == 2
         for message in messages:
             assert "(process 1: " in message

@@ -453,8 +453,7 @@ def train_after_forward(layout: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "processes"),
-    [("units", 2), pytest.param("replicas of shards", 4, marks=pytest.mark.slow)],
+    ("layout", "processes"), [("units", 2), pytest.param("replicas of shards", 4, marks=pytest.mark.slow)]
 )
 def test_units_that_a_forward_left_gathered_train(run: Run, layout: str, processes: int) -> None:
     (expected,) = run(train_after_forward, "", processes=1)
@@ -480,8 +479,7 @@ def train_by_items(layout: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "processes"),
-    [("units", 2), pytest.param("replicas of shards", 4, marks=pytest.mark.slow)],
+    ("layout", "processes"), [("units", 2), pytest.param("replicas of shards", 4, marks=pytest.mark.slow)]
 )
 def test_items_are_counted_in_windows_that_reduce_early(run: Run, layout: str, processes: int) -> None:
     (expected,) = run(train_by_items, "", processes=1)

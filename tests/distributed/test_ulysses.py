@@ -21,11 +21,7 @@ from accelerate.base import ConfigurationError, PreparationError
 from accelerate.losses import use_lm_loss
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import (
-    FullyShardedDataParallelPlugin,
-    sequence_parallel_attention,
-    set_seed,
-)
+from accelerate.utils import FullyShardedDataParallelPlugin, sequence_parallel_attention, set_seed
 
 Run = Callable[..., list[Any]]
 TOKENS, LENGTH, ROWS, STEPS = 101, 24, 2, 2

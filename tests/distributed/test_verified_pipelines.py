@@ -536,8 +536,7 @@ def test_batches_that_differ_between_the_ranks_of_a_pipeline_are_refused(run: Ru
 def train_on_late_labels() -> str:
     torch.manual_seed(0)
     accelerator = Accelerator(
-        cpu=True,
-        parallelism_config=ParallelismConfig(pp_size=2, pp_handler=PipelineConfig(microbatches=4)),
+        cpu=True, parallelism_config=ParallelismConfig(pp_size=2, pp_handler=PipelineConfig(microbatches=4))
     )
     model = accelerator.prepare(Net())
     labels = torch.arange(8) % 4

@@ -55,10 +55,7 @@ def undisturbed(run_ranks: Callable[..., str], tmp_path_factory: pytest.TempPath
 
 # The last checkpoint before a death: in the middle of an epoch; at its very end; none.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("die_at", "last_saved"),
-    [(40, 30), (46, 45), (7, 0)],
-)
+@pytest.mark.parametrize(("die_at", "last_saved"), [(40, 30), (46, 45), (7, 0)])
 def test_killed_once(tmp_path: Path, undisturbed: str, die_at: int, last_saved: int) -> None:
     starts, weights, err = train(tmp_path, "--die_at", str(die_at), restarts=1)
     assert (tmp_path / f"died_at_step_{die_at}").exists()

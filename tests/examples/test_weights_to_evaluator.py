@@ -17,11 +17,7 @@ ACCURACY = re.compile(r"^step (\d+): accuracy (\d\.\d+)$", re.MULTILINE)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "options", "steps"),
-    [
-        ([], [], [20, 40]),
-        (LAUNCH, [], [20, 40]),
-        (LAUNCH, ["--fsdp"], [20, 40]),
-    ],
+    [([], [], [20, 40]), (LAUNCH, [], [20, 40]), (LAUNCH, ["--fsdp"], [20, 40])],
 )
 def test_the_evaluator_reports_rising_accuracies(
     launcher: list[str], options: list[str], steps: list[int]

@@ -54,17 +54,11 @@ SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {
     "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "sequential": lambda optimizer: lr_scheduler.SequentialLR(
         optimizer,
-        [
-            lr_scheduler.LinearLR(optimizer, 0.3, total_iters=3),
-            lr_scheduler.ExponentialLR(optimizer, 0.9),
-        ],
+        [lr_scheduler.LinearLR(optimizer, 0.3, total_iters=3), lr_scheduler.ExponentialLR(optimizer, 0.9)],
         [3],
     ),
     "chained": lambda optimizer: lr_scheduler.ChainedScheduler(
-        [
-            lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=4),
-            lr_scheduler.ExponentialLR(optimizer, 0.95),
-        ]
+        [lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=4), lr_scheduler.ExponentialLR(optimizer, 0.95)]
     ),
     "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0),
 }

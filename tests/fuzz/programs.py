@@ -196,10 +196,7 @@ RULES: tuple[Rule, ...] = (
     (lambda d: d.family == "parts" and (d.zero, d.zero_how) == ("step", "model"), {"zero_how": "optimizer"}),
     # The gradients of the second loss remain in the parameters of the first optimizer when its next loss is
     # computed, as in plain torch. They have no number of items.
-    (
-        lambda d: d.counts_items and d.family in ("parts apart", "gan") and d.zero == "step",
-        {"zero": "end"},
-    ),
+    (lambda d: d.counts_items and d.family in ("parts apart", "gan") and d.zero == "step", {"zero": "end"}),
     # The second model has windows of its own, if it is not trained in each micro-batch.
     (lambda d: d.family not in ("pair", "gan") or not d.is_accumulated, {"apart": False}),
     (lambda d: not d.apart and (d.accumulation != "none" or d.family not in ("pair", "gan")), {"every": 1}),

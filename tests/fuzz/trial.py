@@ -247,9 +247,7 @@ class Training:
         if s.strategy == "fsdp":
             options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
         self.accelerator = Accelerator(
-            dataloader_config=DataLoaderConfiguration(**s.config),
-            mixed_precision=s.precision,
-            **options,
+            dataloader_config=DataLoaderConfiguration(**s.config), mixed_precision=s.precision, **options
         )
         make_model: Any = objects.Rows if s.optimizer == "sparse" else objects.Model
         models: list[Any] = [make_model(s.dropout) for _ in range(s.models)]

@@ -28,13 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from accelerate.base import AccelerateError, CheckpointError
-from accelerate.checkpointing import (
-    CheckpointReader,
-    ModelPart,
-    OptimizerPart,
-    apply_all,
-    shard_index,
-)
+from accelerate.checkpointing import CheckpointReader, ModelPart, OptimizerPart, apply_all, shard_index
 from accelerate.weights import (
     MappedFile,
     open_weights,

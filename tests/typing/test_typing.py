@@ -14,10 +14,7 @@ import pytest
 HERE = Path(__file__).parent
 FILES = [str(HERE / name) for name in ("typical_script.py", "kept_types.py")]
 FLOOR = "3.10"
-SUMMARY = {
-    "mypy": "Found 1 error in 1 file (checked 3 source files)",
-    "pyright": "1 error, 0 warnings",
-}
+SUMMARY = {"mypy": "Found 1 error in 1 file (checked 3 source files)", "pyright": "1 error, 0 warnings"}
 
 
 def check(checker: str, config: pytest.Config, folder: Path, *files: str) -> str:

@@ -18,11 +18,7 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("states"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("states"), pytest.mark.filterwarnings("ignore")]
 STEPS = 6
 
 KINDS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {

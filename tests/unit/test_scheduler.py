@@ -29,12 +29,7 @@ def make(**choices: Any) -> tuple[AcceleratedOptimizer, AcceleratedScheduler]:
 
 @pytest.mark.parametrize(
     ("processes", "choices", "expected"),
-    [
-        (1, {}, 1),
-        (4, {}, 4),
-        (4, {"split_batches": True}, 1),
-        (4, {"step_with_optimizer": "per_update"}, 1),
-    ],
+    [(1, {}, 1), (4, {}, 4), (4, {"split_batches": True}, 1), (4, {"step_with_optimizer": "per_update"}, 1)],
 )
 def test_steps_per_update(processes: int, choices: dict[str, Any], expected: int) -> None:
     optimizer, scheduler = make(**choices)

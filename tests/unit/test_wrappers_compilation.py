@@ -95,9 +95,7 @@ def test_repeated_blocks_are_a_list_of_one_class() -> None:
     assert not has_repeated_blocks(Block())
 
 
-def test_blocks_of_one_class_share_one_compilation(
-    graphs: tuple[list[int], Callable[..., Any]],
-) -> None:
+def test_blocks_of_one_class_share_one_compilation(graphs: tuple[list[int], Callable[..., Any]]) -> None:
     sizes, backend = graphs
     model = Tower(blocks=6)
     x = torch.randn(2, 4)
@@ -122,9 +120,7 @@ def test_regions_keep_the_names_and_train_the_same_parameters() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_a_model_without_repeated_blocks_is_one_region(
-    graphs: tuple[list[int], Callable[..., Any]],
-) -> None:
+def test_a_model_without_repeated_blocks_is_one_region(graphs: tuple[list[int], Callable[..., Any]]) -> None:
     sizes, backend = graphs
     model = Block()
     assert compile_regions(model, backend=backend) is model

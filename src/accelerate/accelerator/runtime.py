@@ -14,15 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from accelerate import (
-    accelerator,
-    checkpointing,
-    diagnostics,
-    plugins,
-    recovery,
-    strategies,
-    torch_private,
-)
+from accelerate import accelerator, checkpointing, diagnostics, plugins, recovery, strategies, torch_private
 from accelerate.accelerator import recording
 from accelerate.accelerator.measured import GradientExchanges, StepValues
 from accelerate.base import environ, wrong_value

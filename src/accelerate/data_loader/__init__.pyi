@@ -71,11 +71,7 @@ from accelerate.data_loader.plan import (
     ShardPlan as ShardPlan,
     data_groups as data_groups,
 )
-from accelerate.data_loader.position import (
-    Position as Position,
-    Restored as Restored,
-    Tracker as Tracker,
-)
+from accelerate.data_loader.position import Position as Position, Restored as Restored, Tracker as Tracker
 from accelerate.data_loader.prepare import (
     get_sampler as get_sampler,
     prepare_data_loader as prepare_data_loader,

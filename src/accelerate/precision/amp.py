@@ -168,11 +168,7 @@ class ScaledPrecision(MixedPrecision):
     scaler: GradScaler
 
     def __init__(
-        self,
-        name: str,
-        device_type: str,
-        scaler: GradScaler,
-        settings: AutocastKwargs | None = None,
+        self, name: str, device_type: str, scaler: GradScaler, settings: AutocastKwargs | None = None
     ) -> None:
         super().__init__(name, device_type, settings)
         self.scaler = scaler

@@ -62,11 +62,7 @@ def test_the_argument_takes_precedence_over_variables_for_mixed_precision(
         (passed(), {STEPS: "4"}, 4),
         (passed(gradient_accumulation_steps=3), {STEPS: "4"}, 3),
         (passed(), {STEPS: "auto"}, 1),
-        (
-            passed(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=5)),
-            {STEPS: "4"},
-            5,
-        ),
+        (passed(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=5)), {STEPS: "4"}, 5),
         (
             passed(gradient_accumulation_plugin=GradientAccumulationPlugin(sync_each_batch=True)),
             {STEPS: "4"},

@@ -284,11 +284,7 @@ def test_a_model_part_without_a_state_or_model_does_nothing(tmp_path: Path) -> N
     ("state", "safe", "text"),
     [
         ({"weight": torch.ones(2, 3)}, True, r"It lacks bias\. Prepare the models"),
-        (
-            {**nn.Linear(3, 2).state_dict(), "more": torch.ones(1)},
-            True,
-            "The model does not have more",
-        ),
+        ({**nn.Linear(3, 2).state_dict(), "more": torch.ones(1)}, True, "The model does not have more"),
         (
             {"weight": torch.ones(5), "bias": torch.ones(2)},
             True,
@@ -349,8 +345,7 @@ def test_one_process_writes_shared_states(leads: bool) -> None:
 
 @pytest.mark.usefixtures("states")
 @pytest.mark.parametrize(
-    "name",
-    ["optimizer.bin", "pytorch_model.bin", "random_states_0.pkl", "sampler.bin", "stream_0_0.bin"],
+    "name", ["optimizer.bin", "pytorch_model.bin", "random_states_0.pkl", "sampler.bin", "stream_0_0.bin"]
 )
 @pytest.mark.parametrize("legacy", [False, True])
 def test_no_file_can_run_code(tmp_path: Path, name: str, legacy: bool) -> None:

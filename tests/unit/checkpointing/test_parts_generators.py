@@ -69,9 +69,7 @@ def test_each_rank_gets_a_seed_derived_from_the_states_of_rank_0() -> None:
     assert draw() != drawn[0]
 
 
-def test_the_state_of_this_device_or_the_first_is_restored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_state_of_this_device_or_the_first_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     first, second = torch.tensor([1]), torch.tensor([2])
     assert rank_parts._of_this_device([first, second]) is second

@@ -7,13 +7,7 @@ import math
 import torch
 from hypothesis import given, settings, strategies as st
 
-from accelerate.checkpointing import (
-    LocalShards,
-    PlainValue,
-    boxes_of_range,
-    shards_of_range,
-    to_local_shards,
-)
+from accelerate.checkpointing import LocalShards, PlainValue, boxes_of_range, shards_of_range, to_local_shards
 
 SHAPES = st.lists(st.integers(1, 4), max_size=4)
 

@@ -291,8 +291,7 @@ def test_unprintable_characters_are_escaped(
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}", "a: &a {x: 1, y: 2}\nb:\n  <<: [*a]\n  y: 3"],
+    "text", ["a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}", "a: &a {x: 1, y: 2}\nb:\n  <<: [*a]\n  y: 3"]
 )
 def test_aliases_and_merge_keys_are_read(text: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"

@@ -48,10 +48,7 @@ def leaves_of(batch: Any) -> list[Any]:
 
 IN_MEMORY = {
     "floats": [torch.rand(SIZE), torch.rand(SIZE)],
-    "bytes": [
-        large().to(torch.uint8).repeat(1, 4),
-        torch.zeros(7, 40_000, dtype=torch.uint8),
-    ],
+    "bytes": [large().to(torch.uint8).repeat(1, 4), torch.zeros(7, 40_000, dtype=torch.uint8)],
     "bool": [torch.ones(4 * SIZE, dtype=torch.bool)] * 3,
     "bfloat16": [large().bfloat16(), large().bfloat16()],
     "one channel": [torch.rand(1, 300, 300), torch.rand(1, 300, 300)],

@@ -55,11 +55,7 @@ def batch_of(number: int, *, size: int = 4, is_end: bool = False) -> GlobalBatch
 
 def test_each_process_gets_its_part_of_all_rounds() -> None:
     arrivals, _ = deliver(
-        [
-            [batch_of(0)],
-            [batch_of(1), batch_of(2, size=5), batch_of(3)],
-            [batch_of(4, is_end=True)],
-        ]
+        [[batch_of(0)], [batch_of(1), batch_of(2, size=5), batch_of(3)], [batch_of(4, is_end=True)]]
     )
     assert [arrival.part.tolist() for arrival in arrivals] == [
         [10.0 * n + 2] * (5 if n == 2 else 4) for n in range(5)
@@ -68,13 +64,7 @@ def test_each_process_gets_its_part_of_all_rounds() -> None:
 
 
 def test_shapes_are_sent_only_when_they_change() -> None:
-    batches = [
-        [batch_of(0)],
-        [batch_of(1), batch_of(2)],
-        [batch_of(3, size=8)],
-        [batch_of(4, size=8)],
-        [],
-    ]
+    batches = [[batch_of(0)], [batch_of(1), batch_of(2)], [batch_of(3, size=8)], [batch_of(4, size=8)], []]
     arrivals, sent = deliver(batches)
     assert len(arrivals) == 5
     heads = [message.tolist() for message in sent if message.dtype == torch.int64]

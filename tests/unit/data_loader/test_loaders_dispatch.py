@@ -67,11 +67,7 @@ def test_the_length_of_a_dispatched_loader_is_its_number_of_batches(
     batches_of_all = list(GlobalBatchBuilder(3, split, drop_last).build(iter(batches)))
     for group in range(3):
         loader = DataLoaderDispatcher(
-            torch.arange(size),
-            split_batches=split,
-            _drop_last=drop_last,
-            batch_size=3,
-            drop_last=drop_last,
+            torch.arange(size), split_batches=split, _drop_last=drop_last, batch_size=3, drop_last=drop_last
         )
         loader.plan = ShardPlan("dispatch", 3, group, split=split)
         assert len(loader) == len(batches_of_all)

@@ -93,8 +93,7 @@ def test_other_errors_of_the_driver_are_raised(accelerator, fake_torch):
 
 def test_memory_of_modules_without_statistics(accelerator, monkeypatch):
     module = SimpleNamespace(
-        get_device_properties=lambda index: SimpleNamespace(total_memory=40),
-        memory_reserved=lambda index: 15,
+        get_device_properties=lambda index: SimpleNamespace(total_memory=40), memory_reserved=lambda index: 15
     )
     monkeypatch.setattr(type(accelerator), "torch_module", lambda self: module)
     assert (accelerator.free_memory(1), accelerator.total_memory(1)) == (25, 40)

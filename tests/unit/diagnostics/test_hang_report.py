@@ -7,13 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from accelerate.diagnostics.hang_report import (
-    DEVICE,
-    Activity,
-    RankState,
-    format_report,
-    is_hang,
-)
+from accelerate.diagnostics.hang_report import DEVICE, Activity, RankState, format_report, is_hang
 from accelerate.state import AcceleratorState
 
 

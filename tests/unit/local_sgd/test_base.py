@@ -28,9 +28,7 @@ class FakeAccelerator:
     def __init__(self, strategy: type[Strategy] = DataParallel) -> None:
         self.distributed_type = strategy.distributed_type or DistributedType.MULTI_CPU
         self._runtime = SimpleNamespace(
-            strategy=strategy,
-            prepared=SimpleNamespace(local_sgd=[], optimizers=[]),
-            observers=Observers(),
+            strategy=strategy, prepared=SimpleNamespace(local_sgd=[], optimizers=[]), observers=Observers()
         )
         self.events: list[str] = []
 

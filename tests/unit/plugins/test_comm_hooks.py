@@ -50,10 +50,7 @@ def test_the_plain_hooks_are_those_of_torch() -> None:
 
 @pytest.mark.parametrize(
     ("name", "function"),
-    [
-        ("power_sgd", powerSGD_hook.powerSGD_hook),
-        ("batched_power_sgd", powerSGD_hook.batched_powerSGD_hook),
-    ],
+    [("power_sgd", powerSGD_hook.powerSGD_hook), ("batched_power_sgd", powerSGD_hook.batched_powerSGD_hook)],
 )
 def test_power_sgd_gets_a_state_with_the_options(name: str, function: Callable[..., Any]) -> None:
     options = {"matrix_approximation_rank": 3, "start_powerSGD_iter": 7}

@@ -145,13 +145,7 @@ AUTO_TABLE = [
         "zero3_save_16bit_model",
         False,
     ),
-    (
-        {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
-        {},
-        {},
-        "zero3_save_16bit_model",
-        True,
-    ),
+    ({"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}, {}, {}, "zero3_save_16bit_model", True),
 ]
 
 

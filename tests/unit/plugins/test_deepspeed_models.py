@@ -13,10 +13,7 @@ def test_a_configuration_is_made_complete_enough_to_build_a_model():
         "gradient_accumulation_steps": 4,
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
     }
-    assert config_to_build(config) == {
-        "zero_optimization": {"stage": 3},
-        "train_micro_batch_size_per_gpu": 1,
-    }
+    assert config_to_build(config) == {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
     given = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8}
     assert config_to_build(given) == {"train_micro_batch_size_per_gpu": 8}
 

@@ -12,11 +12,7 @@ from safetensors.torch import save_file
 from accelerate import init_empty_weights
 from accelerate.base import CheckpointError
 from accelerate.quantization import has_4bit_bnb_layers, replace_with_bnb_layers
-from accelerate.utils import (
-    BnbQuantizationConfig,
-    load_and_quantize_model,
-    set_module_tensor_to_device,
-)
+from accelerate.utils import BnbQuantizationConfig, load_and_quantize_model, set_module_tensor_to_device
 from accelerate.weights import quantize_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("states"), pytest.mark.filterwarnings("ignore")]

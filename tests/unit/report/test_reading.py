@@ -9,17 +9,7 @@ from pathlib import Path
 import pytest
 
 from accelerate.base import ConfigurationError
-from accelerate.monitoring import (
-    Checkpoint,
-    End,
-    Event,
-    Record,
-    RecordWriter,
-    Setting,
-    Start,
-    Values,
-    Window,
-)
+from accelerate.monitoring import Checkpoint, End, Event, Record, RecordWriter, Setting, Start, Values, Window
 from accelerate.report import Run, read_run, summarize
 
 from .recorded_run import BEGIN, DIGEST, RESTART_AT, RESTART_FROM, STEPS, steps, write_run

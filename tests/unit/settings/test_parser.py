@@ -9,15 +9,7 @@ import pytest
 from accelerate.base import patch_environment
 from accelerate.commands.accelerate_cli import make_cli_parser
 from accelerate.settings import CustomArgumentParser
-from accelerate.settings.parser import (
-    BOLD,
-    CYAN,
-    YELLOW,
-    colored,
-    nearest,
-    wants_color,
-    wrong_choice,
-)
+from accelerate.settings.parser import BOLD, CYAN, YELLOW, colored, nearest, wants_color, wrong_choice
 
 CONTROL = re.compile(r"\x1b\[\d+m")
 

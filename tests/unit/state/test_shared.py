@@ -7,13 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from accelerate.state import (
-    PartialState,
-    ProcessServices,
-    SharedState,
-    ThreadLocalSharedDict,
-    services,
-)
+from accelerate.state import PartialState, ProcessServices, SharedState, ThreadLocalSharedDict, services
 
 
 class Here(SharedState):

@@ -21,12 +21,7 @@ from accelerate.base import ConfigurationError
 from accelerate.plugins import ActivationCheckpointing
 from accelerate.state import AcceleratorState
 from accelerate.strategies import activation_offload
-from accelerate.strategies.activation_offload import (
-    ActivationOffload,
-    Copy,
-    is_offloadable,
-    offload_to_host,
-)
+from accelerate.strategies.activation_offload import ActivationOffload, Copy, is_offloadable, offload_to_host
 from accelerate.strategies.recomputed_blocks import RecomputedForward, keep_activations, recompute
 from accelerate.utils import TorchDynamoPlugin
 

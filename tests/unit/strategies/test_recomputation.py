@@ -259,10 +259,7 @@ def sum_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("budget", "recomputed"),
-    [("1GB", "nothing"), (SMALL, "every block")],
-)
+@pytest.mark.parametrize(("budget", "recomputed"), [("1GB", "nothing"), (SMALL, "every block")])
 def test_plan_memory_has_the_policy_of_a_budget(prepared: Any, budget: Any, recomputed: str) -> None:
     accelerator, model = prepared(built(), ActivationCheckpointing(budget=budget))
     optimizer = torch.optim.SGD(model.parameters())
@@ -357,13 +354,7 @@ def test_a_model_without_blocks_warns(prepared: Any, caplog: pytest.LogCaptureFi
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
-    ("policy", "regional"),
-    [
-        ("by operator", True),
-        ("every", False),
-        ("every", True),
-        ("by operator", False),
-    ],
+    ("policy", "regional"), [("by operator", True), ("every", False), ("every", True), ("by operator", False)]
 )
 def test_compiled_models_recompute(prepared: Any, policy: str, regional: bool) -> None:
     from accelerate.utils import TorchDynamoPlugin

@@ -194,9 +194,7 @@ def test_a_tracker_that_hangs_does_not_hold_the_end_of_the_program(
     accelerator.end_training()
 
 
-def test_an_error_that_was_not_raised_is_logged_at_exit(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_error_that_was_not_raised_is_logged_at_exit(caplog: pytest.LogCaptureFixture) -> None:
     accelerator = running(tracker := Slow(fail))
     accelerator.log({"loss": 1})
     at_exit = accelerator._trackers.senders.of(tracker)

@@ -12,13 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from accelerate.base import CheckpointError
-from accelerate.weights import (
-    DTYPES,
-    MappedFile,
-    load_state_dict,
-    open_weights,
-    write_safetensors,
-)
+from accelerate.weights import DTYPES, MappedFile, load_state_dict, open_weights, write_safetensors
 
 
 def test_every_dtype_is_read_unchanged(tmp_path: Path) -> None:

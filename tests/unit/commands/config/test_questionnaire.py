@@ -255,9 +255,7 @@ def test_old_gpus_do_not_get_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_allocation_of_slurm_gives_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(
-        cluster.environ,
-        "current",
-        lambda: {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[07-08]"},
+        cluster.environ, "current", lambda: {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[07-08]"}
     )
     known = suggest()
     assert (known.values["num_machines"], known.values["num_processes"]) == (2, 8)

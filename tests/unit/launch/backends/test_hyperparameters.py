@@ -15,10 +15,7 @@ from accelerate.launch.backends import _convert_nargs_to_dict
     [
         ([], {}),
         (["--epochs", "3", "--lr", "1e-3", "--name", "run"], {"epochs": 3, "lr": 0.001, "name": "run"}),
-        (
-            ["--fast", "-v", "--shift", "-2"],
-            {"fast": True, "v": True, "shift": -2},
-        ),
+        (["--fast", "-v", "--shift", "-2"], {"fast": True, "v": True, "shift": -2}),
         (["--epochs=3", "--url=a=b", "--none="], {"epochs": 3, "url": "a=b", "none": ""}),
         (["--yes", "True", "--no", "false", "--on=TRUE"], {"yes": True, "no": False, "on": True}),
         (["--scale", "-.5"], {"scale": -0.5}),

@@ -11,14 +11,7 @@ import pytest
 from accelerate.base import ConfigurationError, LaunchError, MissingPackageError, clear_environment, current
 from accelerate.commands import namespace
 from accelerate.commands.launch import launch_command_parser
-from accelerate.launch import (
-    LaunchPlan,
-    Machine,
-    Target,
-    as_json,
-    as_text,
-    resolve_plan,
-)
+from accelerate.launch import LaunchPlan, Machine, Target, as_json, as_text, resolve_plan
 from accelerate.launch.backends import SageMakerDetails, launcher_for
 from accelerate.settings import FLAG, Layer, Settings, config_file, load_config_from_file, merge_layers
 

@@ -10,11 +10,7 @@ import torch
 
 from accelerate.base import PreparationError
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.strategies.axes import (
-    UlyssesAxis,
-    check_attention,
-    loader_class,
-)
+from accelerate.strategies.axes import UlyssesAxis, check_attention, loader_class
 
 
 def model(**config):

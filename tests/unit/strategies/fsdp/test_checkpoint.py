@@ -19,11 +19,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.base import CheckpointError, ConfigurationError
 from accelerate.checkpointing import folder
 from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
-from accelerate.utils.fsdp_utils import (
-    _get_model_state_dict,
-    _prepare_sd_options,
-    _set_model_state_dict,
-)
+from accelerate.utils.fsdp_utils import _get_model_state_dict, _prepare_sd_options, _set_model_state_dict
 
 pytestmark = pytest.mark.usefixtures("states")
 

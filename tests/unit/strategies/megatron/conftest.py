@@ -282,9 +282,7 @@ def modules(fake: Fake) -> dict[str, dict[str, Any]]:
         "megatron": {},
         "megatron.core": {},
         "megatron.core.parallel_state": groups,
-        "megatron.core.utils": {
-            "get_model_config": lambda part: part.config,
-        },
+        "megatron.core.utils": {"get_model_config": lambda part: part.config},
         "megatron.core.enums": {"ModelType": SimpleNamespace(encoder_or_decoder="decoder")},
         "megatron.core.distributed": {"finalize_model_grads": "finalize"},
         "megatron.core.pipeline_parallel": {"get_forward_backward_func": lambda: fake.run},
@@ -300,10 +298,7 @@ def modules(fake: Fake) -> dict[str, dict[str, Any]]:
         "megatron.core.optimizer": {
             "get_megatron_optimizer": lambda config, model, **further: (config, model, further)
         },
-        "megatron.core.optimizer.optimizer_config": {
-            "ParamWithNamePredicate": Predicate,
-            "ParamKey": Key,
-        },
+        "megatron.core.optimizer.optimizer_config": {"ParamWithNamePredicate": Predicate, "ParamKey": Key},
         "megatron.training": {},
         "megatron.training.arguments": {"parse_args": fake.parse_args, "validate_args": fake.validate_args},
         "megatron.training.global_vars": {

@@ -33,8 +33,7 @@ def batch(rows: int, columns: int = 3) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "fixing",
-    [{"pipeline_model_parallel_size": 2}, {"sequence_parallel": True}, {"context_parallel_size": 2}],
+    "fixing", [{"pipeline_model_parallel_size": 2}, {"sequence_parallel": True}, {"context_parallel_size": 2}]
 )
 def test_fixed_shapes_are_filled_with_what_does_not_count(fixing: dict[str, Any]) -> None:
     filled = BatchShape(arguments(**fixing)).pad(batch(3))

@@ -23,10 +23,7 @@ def test_arguments_follow_from_the_plugin_and_the_process(
     monkeypatch.setattr(sys, "argv", ["train.py", "--seed", "of the script"])
     monkeypatch.setattr(library, "exists", lambda name: name == "einops" or name.startswith("megatron"))
     start(
-        num_micro_batches=2,
-        attention_backend="flash",
-        use_custom_fsdp=True,
-        other_megatron_args={"seed": 11},
+        num_micro_batches=2, attention_backend="flash", use_custom_fsdp=True, other_megatron_args={"seed": 11}
     )
     assert fake.argv == ["train.py"]
     assert sys.argv == ["train.py", "--seed", "of the script"]

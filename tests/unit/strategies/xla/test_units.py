@@ -18,9 +18,7 @@ def model() -> nn.Module:
 
 def test_layers_are_units() -> None:
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Linear"],
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
     )
     whole: Any = model()
     policy = policy_of(plugin, whole)
