@@ -70,6 +70,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--tp_size", type=int, default=1, metavar="N", help="Tensor-parallel size.")
     add("--ep_size", type=int, default=1, metavar="N", help="Expert-parallel size.")
     add("--pp_size", type=int, default=1, metavar="N", help="Stages of a pipeline with 8 micro-batches.")
+    add("--sp_size", type=int, default=1, metavar="N", help="Ranks that divide each sequence, with Ulysses.")
     add(
         "--offload",
         default="none",
@@ -103,11 +104,12 @@ DEFAULTS = {
     "tp_size": 1,
     "ep_size": 1,
     "pp_size": 1,
+    "sp_size": 1,
     "offload": "none",
     "devices": None,
 }
 """Flags of a training step, with their defaults."""
-SIZES = ("tp_size", "ep_size", "pp_size")
+SIZES = ("tp_size", "ep_size", "pp_size", "sp_size")
 """Flags of the sizes of axes, whose product divides the number of processes."""
 
 
@@ -144,7 +146,7 @@ def plan_training(
 
 
 def _axes_size(args: argparse.Namespace) -> int:
-    """Returns the number of ranks of all axes, without those that shard or replicate a model."""
+    """Returns the product of the sizes of all axes that flags set."""
     return prod(getattr(args, name) for name in SIZES)
 
 
@@ -156,6 +158,7 @@ def _layout(args: argparse.Namespace, count: int) -> Layout:
         flags = " x ".join(f"--{name}" for name in SIZES if getattr(args, name) > 1)
         reason = f"{count} processes cannot be divided by it"
         raise wrong_value(flags, _axes_size(args), reason, "Give a divisor of their number")
+    shards *= args.sp_size  # ranks that divide sequences shard the model, too
     return Layout(
         args.sharding or ("full_shard" if shards * args.ep_size > 1 else "none"),
         shards,
@@ -165,6 +168,7 @@ def _layout(args: argparse.Namespace, count: int) -> Layout:
         args.gradient_accumulation_steps,
         stages=args.pp_size,
         expert_parallel=args.ep_size,
+        sequence_parallel=args.sp_size,
         offload_activations=args.offload_activations,
     )
 

@@ -219,6 +219,19 @@ def test_layouts_of_a_model_with_experts_share_them(mixtral: str, capsys: pytest
     assert {"ddp", "ddp + ep 2", "full_shard", "full_shard + ep 2"} <= set(names)
 
 
+def test_ranks_that_divide_sequences_have_a_part_of_the_activations(
+    llama: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (llama, "--batch_size", "2", "--sequence_length", "64", "--num_processes", "4")
+    whole, divided = facts(capsys, *words), facts(capsys, *words, "--sp_size", "2")
+    assert divided["layout"]["name"] == "full_shard + sp 2"
+    assert divided["device_bytes"]["parameters"] == whole["device_bytes"]["parameters"]
+    assert divided["device_bytes"]["activations"] <= whole["device_bytes"]["activations"] / 2
+    args = estimate_command_parser().parse_args([*words, "--sp_size", "3"])
+    with pytest.raises(ConfigurationError, match="--sp_size=3.*4 processes"):
+        estimate_command(args)
+
+
 def test_each_micro_batch_of_a_pipeline_has_the_given_size(
     llama: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
