@@ -7,7 +7,7 @@ Two ranks have a part of each sequence, and exchange heads of attention for it (
     python examples/long.py
 
 Both print the same losses. Positions restart where a document begins, so that documents do not attend to each
-other, which one process checks for the first batch. The loss is computed without logits. Blocks are
+other, which is checked for the first batch. The loss is computed without logits. Blocks are
 recomputed, and their inputs are offloaded to host memory on a GPU. Needs transformers.
 """
 

@@ -22,6 +22,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {"fsdp_plugin": {"fsdp_version": 2, **UNITS}},
     "recomputation": {"fsdp_plugin": {"fsdp_version": 2, "activation_checkpointing": True, **UNITS}},
     "tp": {"parallelism_config": {"tp_size": 2}},
+    "sp": {"parallelism_config": {"sp_size": 2, "sp_backend": "torch"}},
+    "sp fsdp2": {
+        "parallelism_config": {"sp_size": 2, "sp_backend": "torch"},
+        "fsdp_plugin": {"fsdp_version": 2, **UNITS},
+    },
     "compiled": {"dynamo_backend": "eager"},
 }
 
@@ -46,31 +51,30 @@ class Decoder(nn.Module):
         "layers.*.out": "rowwise",
     }
 
-    def __init__(self, is_masked: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.is_masked = is_masked
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.layers = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(WIDTH, WORDS)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        mask = None
-        if self.is_masked:
-            documents = (position_ids == 0).cumsum(1)
-            same = documents.unsqueeze(2) == documents.unsqueeze(1)
-            mask = (same & torch.ones_like(same[0]).tril()).unsqueeze(1)
+    def forward(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | None = None) -> Tensor:
         hidden = self.embedding(input_ids)
         for layer in self.layers:
             hidden = layer(hidden, mask)
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
-def batch_of(rank: int) -> dict[str, Tensor]:
-    """Returns a batch with two documents on rank 0, and one on others."""
+def batch_of(rank: int, is_masked: bool = False) -> dict[str, Tensor]:
+    """Returns a batch with two documents on rank 0, and one on others, with a mask of documents or none."""
     lengths = [LENGTH // 2] * 2 if rank == 0 else [LENGTH]
     positions = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1).clone()
     generator = torch.Generator().manual_seed(rank)
-    return {"input_ids": torch.randint(WORDS, (2, LENGTH), generator=generator), "position_ids": positions}
+    batch = {"input_ids": torch.randint(WORDS, (2, LENGTH), generator=generator), "position_ids": positions}
+    if is_masked:
+        documents = (positions == 0).cumsum(1)
+        same = documents.unsqueeze(2) == documents.unsqueeze(1)
+        batch["mask"] = (same & torch.ones_like(same[0]).tril()).unsqueeze(1)
+    return batch
 
 
 def accelerator_of(layout: str) -> Accelerator:
@@ -83,12 +87,12 @@ def accelerator_of(layout: str) -> Accelerator:
 def check(layout: str, is_masked: bool) -> list[str]:
     """Checks a batch by a call and in the first forward, trains a step, and returns the errors of both."""
     accelerator, errors = accelerator_of(layout), []
-    size = 1 if layout == "tp" else accelerator.process_index
+    has_one_batch = "parallelism_config" in LAYOUTS[layout]
     torch.manual_seed(0)
     for is_called in (True, False):
-        model = Decoder(is_masked)
+        model = Decoder()
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        batch = batch_of(0 if layout == "tp" else size)
+        batch = batch_of(0 if has_one_batch else accelerator.process_index, is_masked)
         try:
             if is_called:
                 accelerator.check_isolation(model, batch)
@@ -104,7 +108,10 @@ def check(layout: str, is_masked: bool) -> list[str]:
 
 @pytest.mark.parametrize(
     "layout",
-    [name if name in ("ddp", "fsdp2") else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
+    [
+        name if name in ("ddp", "fsdp2", "sp") else pytest.param(name, marks=pytest.mark.slow)
+        for name in LAYOUTS
+    ],
 )
 def test_a_leak_is_the_same_error_on_all_ranks(run: Run, layout: str) -> None:
     for errors in run(check, layout, False, processes=2):
@@ -115,7 +122,10 @@ def test_a_leak_is_the_same_error_on_all_ranks(run: Run, layout: str) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [name if name in ("ddp", "fsdp2") else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
+    [
+        name if name in ("ddp", "fsdp2", "sp") else pytest.param(name, marks=pytest.mark.slow)
+        for name in LAYOUTS
+    ],
 )
 def test_documents_that_are_apart_pass_on_all_ranks(run: Run, layout: str) -> None:
     assert run(check, layout, True, processes=2) == [[], []]
@@ -125,7 +135,7 @@ def check_shards() -> str:
     """Checks a batch under context parallelism, whose attention is causal over the whole sequence."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **UNITS)
     accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=2), fsdp_plugin=plugin)
-    model = Decoder(is_masked=False)
+    model = Decoder()
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batch = batch_of(0)
     before = {name: value.clone() for name, value in batch.items()}
@@ -139,10 +149,77 @@ def test_context_parallelism_without_masks_is_found(run: Run) -> None:
     assert all("without cp_size" in text for text in run(check_shards, processes=2))
 
 
+class Placed(nn.Module):
+    """A decoder with embeddings of positions, which a batch counts over the row or for each document."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.table = Decoder(), nn.Embedding(LENGTH, WIDTH)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.inner.embedding(input_ids) + self.table(positions)
+        for layer in self.inner.layers:
+            hidden = layer(hidden, mask)
+        return hidden
+
+
+def llama(**options: Any) -> nn.Module:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        num_attention_heads=HEADS,
+        num_hidden_layers=2,
+        use_cache=False,
+        **options,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def check_parts_of_sequences() -> dict[str, str]:
+    """Returns the errors of models on packed documents of which each rank has a part."""
+    accelerator, found = accelerator_of("sp"), {}
+    batch = batch_of(0, is_masked=True)
+    mask, positions = batch.pop("mask"), batch["position_ids"]
+    ones = {**batch, "attention_mask": torch.ones_like(positions)}
+    given = {"input_ids": batch["input_ids"], "mask": mask}
+    counted = torch.arange(LENGTH).expand(2, -1)
+    cases: dict[str, tuple[nn.Module, dict[str, Tensor], bool]] = {
+        "ones": (llama(), ones, False),
+        "ones in a block": (llama(), ones, True),
+        "packed": (llama(), batch, False),
+        "packed in a block": (llama(), batch, True),
+        "shifted": (Placed(), {**given, "positions": counted}, False),
+        "restarted": (Placed(), {**given, "positions": positions}, False),
+    }
+    for name, (model, inputs, is_block) in cases.items():
+        prepared = accelerator.prepare(model)
+        try:
+            if is_block:  # by the check of the first batch
+                buffers = [tensor.clone() for tensor in inputs.values()]
+                with accelerator.maybe_context_parallel(buffers, [1] * len(buffers), set(buffers)):
+                    prepared(**dict(zip(inputs, buffers, strict=True)))
+            else:
+                accelerator.check_isolation(prepared, inputs, (positions == 0).cumsum(1))
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_parts_of_packed_sequences_are_checked(run: Run) -> None:
+    for found in run(check_parts_of_sequences, processes=2):
+        assert sorted(found) == ["ones", "ones in a block", "shifted"]
+        assert "attention_mask of ones" in found["ones"]
+        assert "check_packing=False" in found["ones in a block"]
+        assert "positions of a document depend" in found["shifted"]
+
+
 def check_other_batches() -> list[str]:
     """Checks batches of which one rank has no boundaries, or wrong ones."""
     accelerator, errors = Accelerator(), []
-    model = accelerator.prepare(Decoder(is_masked=False))
+    model = accelerator.prepare(Decoder())
     rank, batch = accelerator.process_index, batch_of(0)
     mask = torch.ones_like(batch["input_ids"])
     mask[:, LENGTH // 2 :] += 1 - rank

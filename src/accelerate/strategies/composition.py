@@ -100,7 +100,7 @@ def _may_be_packed(strategy: Strategy, obj: object, requested: bool | None) -> b
     """Returns whether the first batch of a model with positions is checked, which each rank computes."""
     if not isinstance(obj, nn.Module) or not strategy.context.request.dataloader_config.check_packing:
         return False
-    if any(layer.divided_by or layer.splits_buffers for layer in strategy.layers):
+    if any(layer.divided_by or not layer.masks_documents for layer in strategy.layers):
         return False
     kinds: set[Any] = set(map(type, obj.modules()))
     forwards = (inspect.unwrap(kind.forward) for kind in kinds)

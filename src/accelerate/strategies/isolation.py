@@ -8,8 +8,8 @@ anew with each document, and needs no knowledge of the model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,13 +50,15 @@ class _Inputs(TorchFunctionMode):
     """Replaces embeddings that are looked up by leaves of the graph, and notes tables of positions.
 
     Args:
-        numbers: Number of the document of each position.
+        numbers: Number of the document of each position of this rank.
+        documents: Number of the document of each position of whole sequences.
         tokens: Tensors of the batch that are no positions, even if they count.
+        layer: Layer that splits sequences.
     """
 
-    def __init__(self, numbers: Tensor, tokens: Sequence[Tensor]) -> None:
+    def __init__(self, numbers: Tensor, documents: Tensor, tokens: Sequence[Tensor], layer: Layer) -> None:
         super().__init__()
-        self.numbers, self.tokens = numbers, tokens
+        self.numbers, self.documents, self.tokens, self.layer = numbers, documents, tokens, layer
         self.leaves: list[Tensor] = []
         self.has_shifted_positions = False
 
@@ -67,7 +69,8 @@ class _Inputs(TorchFunctionMode):
         if function is not F.embedding:
             return output
         indices = args[0] if args else kwargs["input"]
-        if _are_shifted(indices, self.numbers):
+        positions = self.layer.joined({"position_ids": indices})["position_ids"]
+        if any(_are_shifted(positions, numbers) for numbers in (self.numbers, self.documents)):
             is_token = any(torch.equal(indices, tokens) for tokens in self.tokens)
             self.has_shifted_positions |= not is_token
         if output.shape[:2] != self.numbers.shape:
@@ -141,7 +144,7 @@ class IsolationCheck:
         batch: Its inputs: a mapping of keyword arguments, a sequence of arguments, or one tensor.
         documents: Document of each position, of shape (rows, length).
         device: Device of the random generators.
-        split: Returns a context manager that shards buffers along their second dimension.
+        layer: Layer that splits sequences, or one that does nothing.
     """
 
     def __init__(
@@ -150,11 +153,12 @@ class IsolationCheck:
         batch: object,
         documents: Tensor,
         device: torch.device,
-        split: Callable[..., AbstractContextManager[Any]] = lambda **_: nullcontext(),
+        layer: Layer,
     ) -> None:
-        self._model, self._device, self._split = model, device, split
+        self._model, self._device, self._layer = model, device, layer
         begins = documents[:, 1:] != documents[:, :-1]
-        self._numbers = F.pad(begins.long().cumsum(1), (1, 0)).masked_fill(documents == NONE, NONE)
+        self._documents = F.pad(begins.long().cumsum(1), (1, 0)).masked_fill(documents == NONE, NONE)
+        self._numbers = self._documents.clone()
         self._batch = torch_private.pytree.tree_map_only(Tensor, self._as_input, batch)
         leaves = [leaf for leaf in torch_private.pytree.tree_leaves(self._batch) if isinstance(leaf, Tensor)]
         self._inputs = [leaf for leaf in leaves if leaf.requires_grad]
@@ -176,7 +180,7 @@ class IsolationCheck:
         """Returns the first module that leaks, or None if documents are kept apart."""
         color = next((color for color in (1, 0) if self._leaks(color, -1)), None)
         if color is None:
-            return Leak("", POSITIONS) if self.has_shifted_positions else None
+            return Leak("", POSITIONS) if is_on_any_rank(self.has_shifted_positions, self._device) else None
         first, last = 0, self.num_outputs - 1
         while first < last:
             middle = (first + last) // 2
@@ -212,10 +216,12 @@ class IsolationCheck:
         with ExitStack() as stack:
             stack.enter_context(rng.restored_generators(self._device))
             stack.callback(ModuleState(self._model).restore_values)
-            stack.enter_context(self._split(buffers=self._buffers, buffer_seq_dims=[1] * len(self._buffers)))
+            dims = [1] * len(self._buffers)
+            stack.enter_context(self._layer.split_batch(buffers=self._buffers, buffer_seq_dims=dims))
             outputs = _Outputs(self._model, self._numbers.shape)
             stack.callback(outputs.remove)
-            with _Inputs(self._numbers, self._tokens) as inputs, torch.enable_grad():
+            leaves_of = _Inputs(self._numbers, self._documents, self._tokens, self._layer)
+            with leaves_of as inputs, torch.enable_grad():
                 self._call()
             self.has_shifted_positions = inputs.has_shifted_positions
             leaves = [*inputs.leaves, *self._inputs]
@@ -269,7 +275,7 @@ def is_on_any_rank(value: bool, device: torch.device) -> bool:
     return bool(current_transport().reduce(torch.tensor(float(value), device=device), "sum").item())
 
 
-def cause_of(leak: Leak, model: nn.Module, batch: object, *, splits_sequences: bool) -> str:
+def cause_of(leak: Leak, model: nn.Module, batch: object, *, is_causal: bool) -> str:
     """Returns the usual cause of a leak, with a fix."""
     name = f"{leak.module.rpartition('.')[2]} {leak.kind}".lower()
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
@@ -282,7 +288,7 @@ def cause_of(leak: Leak, model: nn.Module, batch: object, *, splits_sequences: b
         return "A convolution over positions reads across a boundary. Pass seq_idx, or pad between documents."
     if any(word in name for word in ("rnn", "lstm", "gru", "mamba", "ssm", "delta", "recurren")):
         return "The layer carries its state over a boundary. Pass cu_seqlens or seq_idx, so that it restarts."
-    if splits_sequences:
+    if is_causal:
         return (
             "Context parallelism computes causal attention over the whole sequence, without document masks. "
             "Train packed documents without cp_size."
@@ -308,7 +314,7 @@ def refuse_leaks(
     batch: object,
     documents: Tensor | None,
     device: torch.device,
-    split: Callable[..., AbstractContextManager[Any]] | None = None,
+    layer: Layer,
     fix: str = "",
 ) -> None:
     """Raises an error if the documents of a batch affect each other.
@@ -318,7 +324,7 @@ def refuse_leaks(
     Args:
         batch: Its inputs.
         documents: Document of each position, of shape (rows, length), or None for one document.
-        split: Returns a context manager that shards sequences, or None.
+        layer: Layer that splits sequences, or one that does nothing.
         fix: Sentence at the end of the message.
 
     Raises:
@@ -326,9 +332,8 @@ def refuse_leaks(
     """
     if documents is None:
         documents = torch.zeros(shape_of(batch), dtype=torch.long)
-    contexts = {} if split is None else {"split": split}
     with torch.compiler.set_stance("force_eager"):
-        leak = IsolationCheck(unwrapped(model), batch, documents, device, **contexts).find()
+        leak = IsolationCheck(unwrapped(model), batch, documents, device, layer).find()
     if leak is None:
         return
     where = f"the outputs of `{leak.module}` ({leak.kind})" if leak.module else f"the outputs of {leak.kind}"
@@ -339,7 +344,7 @@ def refuse_leaks(
     )
     raise PreparationError(
         f"The documents of packed sequences affect each other: {what}. "
-        f"{cause_of(leak, unwrapped(model), batch, splits_sequences=split is not None)}{fix}"
+        f"{cause_of(leak, unwrapped(model), batch, is_causal=not layer.masks_documents)}{fix}"
     )
 
 
@@ -380,23 +385,30 @@ class _FirstBatch:
         if not model.training or not torch.is_grad_enabled():
             return
         self.handle.remove()
-        positions = kwargs.get("position_ids")
-        if not isinstance(positions, Tensor) or positions.ndim != 2:
-            return
         names = inspect.signature(unwrapped(model).forward).parameters
         batch = {**dict(zip(names, args, strict=False)), **kwargs}
+        positions = batch.get("position_ids")
+        if not isinstance(positions, Tensor) or positions.ndim != 2:
+            return
+        strategy = self._strategy()
+        layer, device = splitting_layer(strategy), strategy.context.device
+        batch = layer.joined(batch)
         documents = run_on_all_ranks(partial(documents_of, batch), ConfigurationError)
-        device = self._strategy().context.device
         if is_on_any_rank(has_several(documents), device):
             fix = " DataLoaderConfiguration(check_packing=False) leaves out this check."
-            refuse_leaks(model, batch, documents, device, fix=fix)
+            refuse_leaks(model, batch, documents, device, layer, fix)
+
+
+def splitting_layer(strategy: Strategy) -> Layer:
+    """Returns the layer of a strategy that splits sequences, or one that does nothing."""
+    return next((layer for layer in strategy.layers if layer.splits_buffers), Layer())
 
 
 def check_isolation(strategy: Strategy, model: nn.Module, batch: object, boundaries: object) -> None:
     """Raises an error if the documents of packed sequences in a batch affect each other.
 
     Args:
-        batch: Its inputs, which are whole under context parallelism.
+        batch: Its inputs, with whole sequences.
         boundaries: Boundaries of documents, or None for those of the batch.
 
     Raises:
@@ -416,10 +428,8 @@ def check_isolation(strategy: Strategy, model: nn.Module, batch: object, boundar
             "The batch has no boundaries of documents. Pass position_ids that restart, cu_seqlens or seq_idx "
             "in the batch, or boundaries=..."
         )
-    splitting = next((layer for layer in strategy.layers if layer.splits_buffers), None)
-    split = None if splitting is None else splitting.split_batch
     for layer in strategy.layers:
         if isinstance(layer, PackingCheck):  # whose check would begin in this one
             layer.release()
     if is_on_any_rank(has_several(documents), device):
-        refuse_leaks(model, batch, documents, device, split)
+        refuse_leaks(model, batch, documents, device, splitting_layer(strategy))

@@ -36,9 +36,9 @@ class Layer:
        replacement of all objects, and for each model `transform_model` before it is wrapped, `keep_model`
        in place of the wrapper, and `finish_model` at the end. `wrap_optimizer` is called for each optimizer,
        `transform_loader` for each loader after its model, and `follow_parameters` at the end.
-    2. In each step: `split_batch` around the forward and backward pass of a batch, or `train_batch` in place
-       of them, `no_sync` for micro-batches before the last one, `backward_done` after the last one, and
-       `gradient_norm`.
+    2. In each step: `split_batch` around the forward and backward pass of a batch, with `joined` for whole
+       sequences in it, or `train_batch` in place of them, `no_sync` for micro-batches before the last one,
+       `backward_done` after the last one, and `gradient_norm`.
     3. For the state of the run: `state_of`, `memory_layout`, `ranks_of_parameters` and `unsharded`.
     4. At the end: `release`.
     """
@@ -47,6 +47,7 @@ class Layer:
     divides_models: bool = False  # whether ranks have the gradients of different parameters of a model
     divided_by: str = ""  # argument by which a rank computes a part of a model, or of sequences of a loader
     splits_buffers: bool = False  # whether `split_batch` splits tensors of the training loop
+    masks_documents: bool = True  # whether attention can keep the documents of packed sequences apart
     groups: Any = None  # process groups in the form that an engine takes, or None
 
     # Prepare
@@ -145,6 +146,16 @@ class Layer:
             no_restore_buffers: Buffers that are not restored at the end.
         """
         return nullcontext()
+
+    def joined(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Returns inputs of a model with whole sequences, of which a loop has split tensors.
+
+        Called on all ranks, in the context of `split_batch` or outside of it.
+
+        Args:
+            inputs: Arguments by name.
+        """
+        return inputs
 
     def train_batch(
         self,

@@ -231,6 +231,9 @@ def test_the_first_packed_batch_is_checked() -> None:
     right = accelerator.prepare(Model(clean()))
     right(**plain)
     assert right.num_calls == 1
+    by_position = accelerator.prepare(Model(Attention(is_masked=False, is_causal=True)))
+    with pytest.raises(PreparationError, match="check_packing=False"):
+        by_position(*batch().values())
 
 
 def test_the_check_of_the_first_batch_can_be_left_out() -> None:

@@ -51,6 +51,7 @@ class ContextAxis(Layer):
     """Axis along which sequences are sharded, with attention over all of its ranks."""
 
     splits_buffers = True
+    masks_documents = False
 
     def __init__(self, strategy: Any) -> None:
         context = strategy.context
