@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
@@ -58,16 +59,47 @@ class Reader(nn.Module):
         guesses = self.out(self.hidden(tokens, positions))
         if labels is None:
             return guesses
-        return F.cross_entropy(guesses.flatten(0, 1), labels.flatten(), ignore_index=-1), guesses
+        return self.loss(guesses.flatten(0, 1), labels.flatten()), guesses
+
+    def loss(self, guesses: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(guesses, labels, ignore_index=-1)
 
 
-def _llama(heads: int, **options: Any) -> nn.Module:
+class CountingPositions(Reader):
+    """Counts positions itself, also when activations are computed again."""
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self._counted, tokens, use_reentrant=False)
+
+    def _counted(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().hidden(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
+
+
+class Wrapping(Reader):
+    """Calls a model of transformers, which counts positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = _llama(2).model
+        del self.tokens, self.positions, self.heads, self.mix
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.body(input_ids=tokens).last_hidden_state
+
+    def loss(self, guesses: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.nll_loss(guesses.log_softmax(-1), labels, ignore_index=-1)
+
+
+def _llama(heads: int, **options: Any) -> Any:
     import transformers
 
-    config = transformers.LlamaConfig(
-        **SIZES, num_key_value_heads=heads, **{"attn_implementation": "sdpa", **options}
-    )
-    return transformers.LlamaForCausalLM(config)
+    sizes = {**SIZES, "num_key_value_heads": heads, "attn_implementation": "sdpa", **options}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
+def _scaled(kind: str, **options: Any) -> nn.Module:
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **options}
+    return _llama(2, max_position_embeddings=16, rope_parameters=rope, initializer_range=0.2)
 
 
 def _of(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
@@ -106,8 +138,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "bidirectional": _of("BertForMaskedLM", "BertConfig", **NO_DROPOUT),
     "padded after tokens": _of("BertForMaskedLM", "BertConfig", **NO_DROPOUT),
     "alibi": _of("FalconForCausalLM", "FalconConfig", alibi=True),
+    "rotary, scaled by the length": lambda: _scaled("dynamic"),
+    "rotary, for long sequences": lambda: _scaled(
+        "longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4, original_max_position_embeddings=16
+    ),
     "own": Reader,
     "own uneven": Reader,
+    "own uneven counting": CountingPositions,
+    "own uneven wrapping": Wrapping,
 }
 
 
@@ -267,7 +305,10 @@ def check(ranks: list[dict[str, float]], limit: float = 1e-5) -> None:
         assert {name: value for name, value in found.items() if not value < limit} == {}
 
 
-FAST = ["grouped", "packed", "sliding", "uneven", "own uneven"]
+FAST = [
+    *("grouped", "packed", "sliding", "uneven", "own uneven", "own uneven counting"),
+    *("own uneven wrapping", "rotary, scaled by the length"),
+]
 CORE = ["dense", "grouped", "one key and value", "sliding", "packed", "prefix"]
 WAYS = ["", "sharded", "recomputed", "reentrant recomputed", "accumulated", "from logits", "without logits"]
 
@@ -423,6 +464,21 @@ class OtherInTraining(Reader):
         return (loss + guesses.mean() if self.training else loss), guesses
 
 
+class CountingLabels(Reader):
+    """Returns the number of labels that count."""
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, labels: Any = None) -> Any:
+        return *super().forward(tokens, positions, labels), (labels != -1).sum()
+
+
+class Normalizing(Reader):
+    """Has statistics over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+
+
 class Delaying(Reader):
     """Adds the hidden state 18 positions before."""
 
@@ -440,11 +496,32 @@ class Shifting(Reader):
         return loss, guesses
 
 
-class CountingPositions(Reader):
-    """Counts positions itself."""
+class CachingPositions(Reader):
+    """Counts positions, and keeps them for the next forward with as many."""
+
+    kept: Any = None
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return super().hidden(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
+        if self.kept is None or self.kept.shape[0] != tokens.shape[1]:
+            self.kept = torch.arange(tokens.shape[1])
+        return super().hidden(tokens, self.kept.expand_as(tokens))
+
+
+class CountingOthers(Reader):
+    """Counts positions in a function that counts something else, too."""
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        counted = [torch.arange(length) for length in (tokens.shape[1], 3)]
+        return super().hidden(tokens, counted[0].expand_as(tokens))
+
+
+class SlicingPositions(Reader):
+    """Has a table of positions."""
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        table = self.positions.weight[: tokens.shape[1]]
+        hidden = self.tokens(tokens) + table
+        return hidden + self.attend(hidden)
 
 
 class Masking(Reader):
@@ -511,13 +588,15 @@ MISTAKES: dict[str, tuple[Callable[[Accelerator], Any], str]] = {
         lambda a: _call(a, OtherInTraining(), batch_of("own", 0)),
         "in training is .* on the ranks",
     ),
+    "number": (lambda a: _call(a, CountingLabels(), batch_of("own", 0)), "computes other outputs"),
+    "statistics": (lambda a: a.prepare(Normalizing()), "BatchNorm1d.*computes statistics over positions"),
     "delay": (lambda a: _call(a, Delaying(), batch_of("own", 0)), "computes other outputs"),
     "shifted labels": (lambda a: _call(a, Shifting(), batch_of("own", 0)), "labels that the model shifts"),
-    "positions": (
-        lambda a: _call(a, CountingPositions(), batch_of("own", 0)),
-        "positions must be an argument",
-    ),
+    "cached": (lambda a: _call(a, CachingPositions(), batch_of("own", 0)), "positions must be an argument"),
+    "others": (lambda a: _call(a, CountingOthers(), batch_of("own", 0)), "positions must be an argument"),
+    "table": (lambda a: _call(a, SlicingPositions(), batch_of("own", 0)), "positions must be an argument"),
     "mask of a shard": (lambda a: _call(a, Masking(), batch_of("own", 0)), "Masks are those of whole"),
+    "compiled": (lambda a: a.prepare(torch.compile(Reader(), backend="eager")), "is compiled"),
     "recurrent": (lambda a: a.prepare(Recurrent()), "GRU.*carries a state over positions"),
     "own softmax": (lambda a: _call(a, OwnSoftmax(), batch_of("own", 0)), "has not called an attention"),
     "other batches": (_of_rank, "have different batches"),
@@ -581,11 +660,14 @@ def use_freely() -> dict[str, Any]:
         model(inputs_embeds=embedded, labels=batch["labels"]).loss.backward()
     after_error = F.cross_entropy(logits, torch.arange(4), reduction="sum")
     again = model(**batch)
+    with torch.device("cpu"):  # a mode of torch functions
+        in_mode = model(**batch)
     return {
         "loss": abs(float(found.loss.detach()) - float(expected.loss.detach())),
         "states": len(found.hidden_states) - len(expected.hidden_states),
         "after an error": float(after_error - total),
         "again": abs(float(again.loss.detach()) - float(expected.loss.detach())),
+        "in a mode": float((in_mode.loss - again.loss).detach()),
         "copy": float((copy.deepcopy(model)(**batch).loss - again.loss).detach()),
         "pickled": float(not hasattr(pickle.loads(pickle.dumps(own)), "tokens")),
     }
@@ -603,4 +685,13 @@ def _roberta(accelerator: Accelerator) -> None:
     _call(accelerator, model, batch_of("bidirectional", 0))
 
 
+def _opt(accelerator: Accelerator) -> None:
+    import transformers
+
+    config = transformers.OPTConfig(**{**SIZES, "word_embed_proj_dim": 64, "ffn_dim": 96})
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    _call(accelerator, transformers.OPTForCausalLM(config), {**batch_of("dense", 0), "attention_mask": mask})
+
+
+MISTAKES["positions from a mask"] = (_opt, "derives positions from its attention_mask")
 MISTAKES["positions from padding"] = (_roberta, "positions must be an argument")

@@ -1,6 +1,7 @@
 from typing import Any
 
 from accelerate.torch_private.attention import (
+    arange as arange,
     attention_replaced as attention_replaced,
     call_after_backward as call_after_backward,
     function_replaced as function_replaced,

@@ -1,4 +1,4 @@
-"""Replacement of public functions of `torch.nn.functional`, and callbacks of the engine of autograd."""
+"""Replacement of public functions of torch, and callbacks of the engine of autograd."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+arange: Callable[..., Tensor] = torch.arange
+"""The function itself, also while it is replaced."""
 Compute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Tensor]
 """Function of a replaced function, its arguments and its keyword arguments."""
 
 
 @contextmanager
-def function_replaced(name: str, compute: Compute) -> Iterator[None]:
-    """Makes a function of `torch.nn.functional` return what `compute` does, inside the block."""
-    original = getattr(nn.functional, name)
+def function_replaced(name: str, compute: Compute, owner: Any = nn.functional) -> Iterator[None]:
+    """Makes a function of torch return what `compute` does, inside the block."""
+    original = getattr(owner, name)
 
     def replaced(*args: Any, **kwargs: Any) -> Tensor:
         return compute(original, args, kwargs)
 
-    setattr(nn.functional, name, replaced)
+    setattr(owner, name, replaced)
     try:
         yield
     finally:
-        setattr(nn.functional, name, original)
+        setattr(owner, name, original)
 
 
 def attention_replaced(compute: Compute) -> Any:

@@ -20,6 +20,7 @@ from torch import Tensor
 from accelerate import torch_private
 from accelerate.base import ConfigurationError
 from accelerate.plugins import one_of
+from accelerate.strategies.axes.counted_positions import count
 from accelerate.strategies.axes.head_exchange import (
     HEADS,
     SEQUENCE,
@@ -35,7 +36,7 @@ from accelerate.strategies.axes.sharded_forwards import (
     rebound,
     sequence_state,
 )
-from accelerate.strategies.axes.whole_losses import cross_entropy
+from accelerate.strategies.axes.whole_losses import LOSSES, cross_entropy
 
 INTERFACE = "transformers.modeling_utils"
 MASKS = "transformers.masking_utils"
@@ -45,7 +46,9 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 def replace_all(stack: ExitStack, bindings: list[Binding]) -> None:
     """Replaces the functions until a stack is closed."""
     stack.enter_context(torch_private.attention_replaced(attend))
-    stack.enter_context(torch_private.function_replaced("cross_entropy", cross_entropy))
+    for loss in LOSSES:
+        stack.enter_context(torch_private.function_replaced(loss.__name__, cross_entropy))
+    stack.enter_context(torch_private.function_replaced("arange", count, torch))
     stack.enter_context(rebound(bindings))
     stack.enter_context(_interface_replaced())
     if torch.backends.mha.get_fastpath_enabled():  # its kernels do not call scaled_dot_product_attention
@@ -57,8 +60,10 @@ def replacement_of(value: Any) -> Callable[..., Any] | None:
     """Returns what replaces a function, and takes it and its arguments, or None."""
     if value is torch_private.scaled_dot_product_attention:
         return lambda function, *args, **kwargs: attend(function, args, kwargs)
-    if value is torch.nn.functional.cross_entropy:
+    if value in LOSSES:
         return lambda function, *args, **kwargs: cross_entropy(function, args, kwargs)
+    if value is torch_private.arange:
+        return lambda function, *args, **kwargs: count(function, args, kwargs)
     name = getattr(value, "__name__", "")
     if getattr(value, "__module__", None) == MASKS and name.startswith("create_") and "mask" in name:
         return create_whole_mask

@@ -195,19 +195,25 @@ def transformers_part(model: nn.Module) -> nn.Module | None:
     )
 
 
-def completed(inputs: Inputs, part: nn.Module, length: int) -> Inputs:
+def completed(inputs: Inputs, model: nn.Module, part: nn.Module, length: int) -> Inputs:
     """Returns the arguments of a model of transformers with those that it would derive from whole sequences.
 
     Args:
         inputs: The arguments, with whole sequences.
+        model: The model, which is a model of transformers or has one.
         part: The model of transformers.
         length: Length of the sequences.
     """
     parameters = inspect.signature(part.forward).parameters
+    if part is not model:  # which passes some arguments on
+        own = inspect.signature(model.forward).parameters
+        takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in own.values())
+        parameters = parameters if takes_all else own
     if "position_ids" in parameters and not inputs.has("position_ids"):
         device = inputs.tensors()[0][1].device
         inputs = inputs.added(position_ids=torch.arange(length, device=device).unsqueeze(0))
-    if getattr(getattr(part, "config", None), "alibi", False) and not inputs.has("attention_mask"):
+    is_missing = "attention_mask" in parameters and not inputs.has("attention_mask")
+    if getattr(getattr(part, "config", None), "alibi", False) and is_missing:
         first = inputs.tensors()[0][1]
         inputs = inputs.added(attention_mask=first.new_ones(first.shape[0], length, dtype=torch.long))
     labels = inputs.get("labels")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from accelerate import torch_private
 from accelerate.base import PreparationError
 from accelerate.strategies.axes.masks import COMPUTED, WINDOWS
 
@@ -79,10 +81,14 @@ def _config_of(model: Any) -> Any:
 def _reason(part: nn.Module, is_layer: bool) -> str | None:
     """Returns how a layer combines positions by other means than attention, or None."""
     name = type(part).__name__
+    if torch_private.uncompiled(part) is not part or torch_private.is_compiled_in_place(part):
+        return "is compiled"
     if isinstance(part, (nn.RNNBase, nn.RNNCellBase)) or (
         is_layer and any(each in name for each in RECURRENT)
     ):
         return "carries a state over positions"
+    if isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm):
+        return "computes statistics over positions"
     if isinstance(part, nn.Conv1d) and part.kernel_size[0] > 1:
         return "is a convolution over time"
     return None

@@ -26,7 +26,8 @@ from accelerate.base import ConfigurationError, wrong_value
 from accelerate.nested import iterate_tensors, recursively_apply
 from accelerate.parallelism_config import MeshAxis, ParallelismConfig
 from accelerate.planning import Layout
-from accelerate.strategies.axes.exchanged_attention import replacement_of
+from accelerate.strategies.axes.counted_positions import scale_by_whole_length, scales_by_length
+from accelerate.strategies.axes.exchanged_attention import replacement_of, whole_positions
 from accelerate.strategies.axes.head_exchange import SequenceShards, divide, join
 from accelerate.strategies.axes.sequence_inputs import (
     Inputs,
@@ -48,8 +49,8 @@ from accelerate.strategies.axes.sharded_forwards import (
     sequence_state,
 )
 from accelerate.strategies.axes.trainer_batches import count_whole_batches
-from accelerate.strategies.axes.whole_check import OutputDims, check_forward
-from accelerate.strategies.axes.whole_losses import named_arguments, refuse_whole_labels, whole_loss
+from accelerate.strategies.axes.whole_check import Checked, OutputDims, check_forward
+from accelerate.strategies.axes.whole_losses import LOSSES, named_arguments, refuse_whole_labels, whole_loss
 from accelerate.strategies.layer import Layer
 
 T = TypeVar("T")
@@ -59,7 +60,6 @@ class SequenceAxis(Layer):
     """Axis along which sequences are sharded, and attention exchanges heads for them."""
 
     splits_buffers = True
-    divided_by = "sp_size"
 
     def __init__(self, strategy: Any) -> None:
         context = strategy.context
@@ -83,6 +83,8 @@ class SequenceAxis(Layer):
         self._models.add(model)
         bindings = sequence_state().bindings
         bindings.update({(id(b.namespace), b.name): b for b in bindings_of(model, replacement_of)})
+        for part in filter(scales_by_length, model.modules()):
+            scale_by_whole_length(part, whole_positions)
         forwards = _Forwards(self._group, self._parallelism.sp_handler.sequence_dims, self._precision)
         model.register_forward_pre_hook(forwards.begin, with_kwargs=True)
         model.register_forward_hook(forwards.end, always_call=True)
@@ -98,6 +100,13 @@ class SequenceAxis(Layer):
         tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
         shards = divide(_length_of_buffers(tensors, dims, self._group.size()), self._group)
         return _in_shards(shards, tensors, dims, {id(each) for each in no_restore_buffers or ()})
+
+    def joined(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Returns inputs with whole sequences, if they are those of this rank in a block."""
+        shards, named = sequence_state().block, Inputs((), inputs, ())
+        if shards is None or shards.own == shards.length or length_of(named, "The model") != shards.own:
+            return inputs
+        return whole(named, shards, self._parallelism.sp_handler.sequence_dims).kwargs
 
     @contextmanager
     def unsharded(self, models: Sequence[nn.Module]) -> Iterator[None]:
@@ -130,7 +139,7 @@ class _Forwards:
     def __init__(self, group: Any, dims: dict[str, int | None], precision: str) -> None:
         self._group, self._dims, self._precision = group, dims, precision
         self._has_trained = False
-        self._checked: dict[Any, OutputDims] = {}
+        self._checked: dict[Any, Checked] = {}
         self._open: list[tuple[ShardedForward | None, OutputDims | None, ShardedForward | None] | None] = []
 
     def __reduce__(self) -> tuple[type[_Undivided], tuple[()]]:
@@ -169,17 +178,18 @@ class _Forwards:
             if (signature := inputs.signature()) not in self._checked or part is not None:
                 entire = whole(inputs, shards, self._dims)
         signature = inputs.signature()
-        complete = partial(_completed, part)
-        dims = self._checked.get(signature)
-        if dims is None:
-            dims, is_complete = check_forward(model, entire, complete, shards, self._dims, self._precision)
-            if is_complete and dims is not None:
-                self._checked[signature] = dims
+        complete = partial(_completed, model, part)
+        checked = self._checked.get(signature)
+        if checked is None:
+            checked = check_forward(model, entire, complete, shards, self._dims, self._precision)
+            if checked.is_complete and checked.dims is not None:
+                self._checked[signature] = checked
         entire, positions = complete(entire, shards.length), None
         if not in_block or part is not None:
             inputs, positions = sharded(entire, shards, self._dims), entire.get("position_ids")
-        forward = ShardedForward(shards, positions if isinstance(positions, Tensor) else None)
-        return inputs, forward, None if in_block else dims
+        positions = positions if isinstance(positions, Tensor) else None
+        forward = ShardedForward(shards, positions, checked.sites)
+        return inputs, forward, None if in_block else checked.dims
 
     def end(self, model: nn.Module, args: Any, outputs: Any) -> Any:
         """Returns the outputs with whole sequences, or with the positions of this rank beside a loss."""
@@ -231,9 +241,9 @@ class _Undivided:
         """Changes no output."""
 
 
-def _completed(part: nn.Module | None, inputs: Inputs, length: int) -> Inputs:
+def _completed(model: nn.Module, part: nn.Module | None, inputs: Inputs, length: int) -> Inputs:
     """Returns the arguments with those that a model of transformers derives from whole sequences."""
-    return inputs if part is None else completed(inputs, part, length)
+    return inputs if part is None else completed(inputs, model, part, length)
 
 
 def _has_cache(inputs: Inputs) -> bool:
@@ -339,7 +349,7 @@ class _BlockLosses(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.nn.functional.cross_entropy and not sequence_state().depth:
+        if func in LOSSES and not sequence_state().depth:
             arguments = named_arguments(args, kwargs or {})
             refuse_whole_labels(arguments, self._shards)
             if arguments.get("reduction", "mean") == "mean":

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +27,19 @@ class ShardedForward:
     Args:
         shards: The shards.
         positions: The `position_ids` of whole sequences, or None if they are not known.
+        sites: Places in the code that count positions by `torch.arange`.
     """
 
-    def __init__(self, shards: SequenceShards, positions: Tensor | None = None) -> None:
-        self.shards, self.positions = shards, positions
+    def __init__(
+        self,
+        shards: SequenceShards,
+        positions: Tensor | None = None,
+        sites: frozenset[tuple[CodeType, object]] = frozenset(),
+    ) -> None:
+        self.shards, self.positions, self.sites = shards, positions, sites
         self.num_attentions = 0
+        self.num_counted = 0  # calls that have counted positions
+        self.num_others = 0  # calls in the same places that have not
 
 
 class Binding(NamedTuple):

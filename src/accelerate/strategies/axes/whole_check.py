@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from accelerate.base import ConfigurationError
 from accelerate.nested import iterate_tensors
 from accelerate.precision import AutocastForward
+from accelerate.strategies.axes.counted_positions import Site, SitesOf
 from accelerate.strategies.axes.head_exchange import SequenceShards, divide
 from accelerate.strategies.axes.sequence_check import in_evaluation
 from accelerate.strategies.axes.sequence_inputs import Inputs, beginning, sharded
@@ -45,6 +47,9 @@ class Result(NamedTuple):
         whole_error: Error of the forward on whole sequences, or None.
         inputs: Shapes and sums of the inputs.
         is_undefined: Whether a loss is NaN, as that of positions without labels.
+        has_sites: Whether the forward on whole sequences counts to their length.
+        is_counted: Whether places that count positions do so in each forward, and not for a cache.
+        of_padding: Relative difference of outputs for padding before tokens, by positions that count it.
     """
 
     difference: float = 0.0
@@ -54,6 +59,23 @@ class Result(NamedTuple):
     whole_error: str | None = None
     inputs: Any = None
     is_undefined: bool = False
+    has_sites: bool = False
+    is_counted: bool = True
+    of_padding: float = 0.0
+
+
+class Checked(NamedTuple):
+    """Forward that computes the same on shards as on whole sequences.
+
+    Attributes:
+        dims: Dimensions of outputs with positions, or None if the forward raises an error in both ways.
+        is_complete: Whether all outputs have been compared.
+        sites: Places in the code that count positions.
+    """
+
+    dims: OutputDims | None
+    is_complete: bool
+    sites: frozenset[Site]
 
 
 def check_forward(
@@ -63,7 +85,7 @@ def check_forward(
     shards: SequenceShards,
     dims: Mapping[str, int | None],
     precision: str,
-) -> tuple[OutputDims | None, bool]:
+) -> Checked:
     """Raises an error if a model computes other outputs on shards than on whole sequences.
 
     Called on all ranks of the group.
@@ -76,27 +98,87 @@ def check_forward(
         dims: Dimensions that the program gives.
         precision: Mixed precision of the run by name.
 
-    Returns:
-        The dimensions of outputs with positions, or None if the forward raises an error in both ways, and
-        whether all outputs have been compared.
-
     Raises:
         ConfigurationError: The outputs differ, or the ranks have different batches.
     """
     name, ranks = type(model).__name__, len(shards.sizes)
     if precision in ("fp16", "bf16") and _has_autocast(model):
         precision = "no"  # in which smaller differences are found
-    size = min(shards.length, ranks * POSITIONS + shards.length % ranks)
-    results, found = _compare(model, inputs, complete, shards, size, dims)
-    if size < shards.length and any(
-        each.own_error or each.whole_error or each.is_undefined for each in results
-    ):
-        results, found = _compare(model, inputs, complete, shards, shards.length, dims)
+    compare = partial(_compare_enough, model, inputs, complete, shards, dims)
+    results, found, sites = compare(frozenset())
+    limit, used = _limit(model, precision), frozenset[Site]()
+    if all(each.has_sites for each in results) and not _are_equal(results, limit):
+        counted, dims_of_counted, _ = compare(sites)
+        if _are_equal(counted, limit):
+            results, found, used = counted, dims_of_counted, sites
     _refuse_errors(name, ranks, results)
     if any(each.own_error for each in results):
-        return None, False
-    _refuse_differences(model, name, ranks, results, precision)
-    return found, not any(each.is_undefined for each in results)
+        return Checked(None, False, used)
+    _refuse_differences(name, ranks, results, limit)
+    if max(each.of_padding for each in results) > limit:
+        raise ConfigurationError(
+            f"{name} derives positions from its attention_mask, which sp_size={ranks} does not. Pass "
+            "position_ids with the positions of tokens, such as (attention_mask.cumsum(1) - 1).clamp(min=0)."
+        )
+    return Checked(found, not any(each.is_undefined for each in results), used)
+
+
+def _compare_enough(
+    model: nn.Module,
+    inputs: Inputs,
+    complete: Callable[[Inputs, int], Inputs],
+    shards: SequenceShards,
+    dims: Mapping[str, int | None],
+    sites: frozenset[Site],
+) -> tuple[list[Result], OutputDims, frozenset[Site]]:
+    """Compares the beginning of sequences, or whole sequences if it has no outputs.
+
+    Returns:
+        The results of all ranks, the dimensions of outputs, and places that count to the length.
+    """
+    ranks = len(shards.sizes)
+    size = min(shards.length, ranks * POSITIONS + shards.length % ranks)
+    compared = _compare(model, inputs, complete, shards, size, dims, sites)
+    if size < shards.length and any(
+        each.own_error or each.whole_error or each.is_undefined for each in compared[0]
+    ):
+        compared = _compare(model, inputs, complete, shards, shards.length, dims, sites)
+    return compared
+
+
+def _difference_of_padding(model: nn.Module, entire: Inputs, completed: Inputs) -> float:
+    """Returns how much the outputs for padding before tokens change with positions that count padding."""
+    mask = entire.get("attention_mask")
+    is_added = completed.has("position_ids") and not entire.has("position_ids")
+    if not is_added or not isinstance(mask, Tensor) or mask.ndim != 2:
+        return 0.0
+    padded = mask.clone()
+    padded[:, : mask.shape[1] // 2] = 0
+    outputs = [
+        iterate_tensors(model.forward(*changed.args, **changed.kwargs))
+        for changed in (
+            inputs.map(lambda name, tensor: padded if name == "attention_mask" else tensor)
+            for inputs in (entire, completed)
+        )
+    ]
+    return max(map(_difference, *outputs), default=0.0)
+
+
+def _limit(model: nn.Module, precision: str) -> float:
+    """Returns the largest relative difference of the same outputs."""
+    tolerance = tolerance_of(model, precision)
+    is_exact = tolerance == tolerance_of(nn.Module(), "no") and _multiplies_exactly()
+    return EXACT if is_exact else tolerance.relative
+
+
+def _are_equal(results: list[Result], limit: float) -> bool:
+    return all(
+        not (each.own_error or each.whole_error or each.other)
+        and each.num_attentions
+        and each.is_counted
+        and each.difference <= limit
+        for each in results
+    )
 
 
 def _refuse_errors(name: str, ranks: int, results: list[Result]) -> None:
@@ -121,9 +203,7 @@ def _refuse_errors(name: str, ranks: int, results: list[Result]) -> None:
         )
 
 
-def _refuse_differences(
-    model: nn.Module, name: str, ranks: int, results: list[Result], precision: str
-) -> None:
+def _refuse_differences(name: str, ranks: int, results: list[Result], limit: float) -> None:
     if other := next((each.other for each in results if each.other), None):
         raise ConfigurationError(
             f"{name} returns {other}, so sp_size={ranks} cannot join it. Return one entry "
@@ -134,18 +214,18 @@ def _refuse_differences(
             f"The forward of {name} has not called an attention function that sp_size={ranks} replaces, so "
             "each rank would attend to its own positions only. Choose attention by "
             "scaled_dot_product_attention, for models of transformers by attn_implementation='sdpa', wrap "
-            "another function by accelerate.utils.sequence_parallel_attention, or set sp_size=1."
+            "another function by accelerate.utils.sequence_parallel_attention, or set sp_size=1. A head is a "
+            "part of the model whose attention it follows: prepare them as one module."
         )
-    difference, tolerance = max(each.difference for each in results), tolerance_of(model, precision)
-    is_exact = tolerance == tolerance_of(nn.Module(), "no") and _multiplies_exactly()
-    if difference > (EXACT if is_exact else tolerance.relative):
+    difference = max(each.difference for each in results)
+    if difference > limit:
         raise ConfigurationError(
             f"{name} computes other outputs on the positions of a rank than on whole sequences (relative "
             f"difference {difference:.1e}), so sp_size={ranks} would train another model. Only attention by "
-            "a replaced function may combine positions, and positions must be an argument of the model. A "
-            "loss that is no cross_entropy of one label for each position is computed from the outputs, "
-            "outside of the model. Set sp_size=1 for means over a sequence, pooled outputs and labels that "
-            "the model shifts."
+            "a replaced function may combine positions, and positions must be an argument of the model or "
+            "torch.arange(length) in its forward. A loss that is no cross_entropy or nll_loss of one label "
+            "for each position is computed from the outputs, outside of the model. Set sp_size=1 for means "
+            "over a sequence, pooled outputs and labels that the model shifts."
         )
 
 
@@ -160,24 +240,27 @@ def _compare(
     shards: SequenceShards,
     size: int,
     dims: Mapping[str, int | None],
-) -> tuple[list[Result], OutputDims]:
-    """Compares the outputs for the first positions, and returns the results of all ranks."""
+    sites: frozenset[Site],
+) -> tuple[list[Result], OutputDims, frozenset[Site]]:
+    """Compares the outputs for the first positions."""
     entire = beginning(inputs, shards.length, size, dims)
     completed = complete(entire, size)
     parts = divide(size, shards.group)
     own, positions = sharded(completed, parts, dims), completed.get("position_ids")
-    forward = ShardedForward(parts, positions if isinstance(positions, Tensor) else None)
+    forward = ShardedForward(parts, positions if isinstance(positions, Tensor) else None, sites)
     result = Result(inputs=_summary(entire))
     state = sequence_state()
     state.depth += 1
     try:
         with torch.no_grad(), in_evaluation(model), _without_autocast(model):
-            result, found = _run(model, entire, own, forward, result)
+            result, found, sites = _run(model, entire, own, forward, result)
+            if not (result.own_error or result.whole_error):
+                result = result._replace(of_padding=_difference_of_padding(model, entire, completed))
     finally:
         state.depth -= 1
     results: list[Any] = [None] * len(shards.sizes)
     dist.all_gather_object(results, result, group=shards.group)
-    return results, found
+    return results, found, sites
 
 
 def _has_autocast(model: nn.Module) -> bool:
@@ -200,37 +283,53 @@ def _without_autocast(model: nn.Module) -> Iterator[None]:
 
 def _run(
     model: nn.Module, entire: Inputs, own: Inputs, forward: ShardedForward, result: Result
-) -> tuple[Result, OutputDims]:
+) -> tuple[Result, OutputDims, frozenset[Site]]:
     state = sequence_state()
     before = state.set(None)
-    try:
-        expected = list(iterate_tensors(model.forward(*entire.args, **entire.kwargs)))
-    except Exception as error:
-        expected, result = [], result._replace(whole_error=f"{type(error).__name__}: {error}")
+    expected: list[Tensor] = []
+    with SitesOf(forward.shards.length) as noted:
+        try:
+            expected = list(iterate_tensors(model.forward(*entire.args, **entire.kwargs)))
+        except Exception as error:
+            result = result._replace(whole_error=f"{type(error).__name__}: {error}")
+    result = result._replace(has_sites=bool(noted.found))
     state.set(forward)
     try:
         outputs = list(iterate_tensors(model.forward(*own.args, **own.kwargs)))
+        if forward.sites:
+            again = ShardedForward(forward.shards, forward.positions, forward.sites)
+            state.set(again)
+            model.forward(*own.args, **own.kwargs)
+            is_counted = again.num_counted == forward.num_counted > 0 == forward.num_others
+            result = result._replace(is_counted=is_counted)
     except ConfigurationError:
         raise
     except Exception as error:
-        return result._replace(own_error=f"{type(error).__name__}: {error}"), []
+        return result._replace(own_error=f"{type(error).__name__}: {error}"), [], noted.found
     finally:
         state.set(before)
     result = result._replace(num_attentions=forward.num_attentions)
     if result.whole_error:
-        return result, []
+        return result, [], noted.found
+    return *_differences(outputs, expected, forward.shards, result), noted.found
+
+
+def _differences(
+    outputs: list[Tensor], expected: list[Tensor], shards: SequenceShards, result: Result
+) -> tuple[Result, OutputDims]:
+    """Returns the result of a comparison of outputs, and the dimensions of their positions."""
     if len(outputs) != len(expected):
         texts = f"{len(outputs)} tensors, and {len(expected)} for whole sequences"
         return result._replace(other=texts), []
     found: OutputDims = []
     for mine, right in zip(outputs, expected, strict=True):
-        dim = _dim_of_positions(mine, right, forward.shards)
+        dim = _dim_of_positions(mine, right, shards)
         if dim is None and mine.shape != right.shape:
             return result._replace(
                 other=f"an output of shape {list(mine.shape)}, and {list(right.shape)} for whole sequences"
             ), []
         found.append(dim)
-        target = right if dim is None else forward.shards.shard(right, dim)
+        target = right if dim is None else shards.shard(right, dim)
         difference = max(result.difference, _difference(mine, target))
         is_undefined = result.is_undefined or (right.ndim == 0 and bool(right.isnan()))
         result = result._replace(difference=difference, is_undefined=is_undefined)
@@ -250,7 +349,7 @@ def _dim_of_positions(own: Tensor, entire: Tensor, shards: SequenceShards) -> in
 def _difference(own: Tensor, right: Tensor) -> float:
     """Returns the largest difference of a position, relative to the norm of all."""
     if not right.is_floating_point() or not right.numel():
-        return 0.0
+        return 0.0 if own.shape != right.shape or right.ndim or own.equal(right) else float("inf")
     pair = (each.detach().to("cpu", torch.float64).nan_to_num(0.0) for each in (own, right))
     own, right = (each.reshape(-1, each.shape[-1] if each.ndim > 1 else 1) for each in pair)
     norm = float(right.norm(dim=-1).square().mean().sqrt())

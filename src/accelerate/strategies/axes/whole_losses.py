@@ -1,4 +1,4 @@
-"""Cross-entropy over whole sequences, of which each rank has logits and labels for a part.
+"""Cross entropy over whole sequences, of which each rank has logits and labels for a part.
 
 A mean over the positions of a rank is not a part of the mean over all, because ranks may have different
 numbers of labels that count. So the sums of all ranks are divided by the number of labels of all ranks.
@@ -26,19 +26,23 @@ _NAMES = (
     "reduction",
     "label_smoothing",
 )
+LOSSES = (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss)
+"""Functions with these arguments, of which the second one has no label smoothing."""
 
 
 def cross_entropy(
     function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """Returns `cross_entropy` of the whole sequences of a sharded forward, with gradients for this rank.
+    """Returns the cross entropy of the whole sequences of a sharded forward, with gradients for this rank.
 
     Gradients are averaged over the ranks later, so the gradient of a rank is `ranks` times that of its part.
     """
-    forward = sequence_state().current
+    state = sequence_state()
+    forward = state.current
     if forward is None:
         return function(*args, **kwargs)
-    return whole_loss(function, named_arguments(args, kwargs), forward.shards)
+    with state.whole():  # in a mode of torch functions, torch calls the replaced function again
+        return whole_loss(function, named_arguments(args, kwargs), forward.shards)
 
 
 def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,7 +56,7 @@ def whole_loss(function: Callable[..., Tensor], arguments: dict[str, Any], shard
     Called on all ranks of the group.
 
     Args:
-        function: `torch.nn.functional.cross_entropy`.
+        function: One of `LOSSES`.
         arguments: Its arguments by name.
         shards: The shards.
     """
