@@ -479,6 +479,13 @@ class Normalizing(Reader):
         self.norm = nn.BatchNorm1d(64)
 
 
+class Scaling(Reader):
+    """Scales hidden states by the mean of features, which are no sequence."""
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, features: Any = None) -> Any:
+        return self.out(self.hidden(tokens, positions) * features.mean(1)[:, None, None])
+
+
 class Delaying(Reader):
     """Adds the hidden state 18 positions before."""
 
@@ -566,6 +573,24 @@ def _of_rank(accelerator: Accelerator) -> None:
     _call(accelerator, Reader(), batch_of("own", accelerator.process_index))
 
 
+def _of_length(accelerator: Accelerator) -> None:
+    length = LENGTH - 2 * accelerator.process_index
+    _call(accelerator, Reader(), {name: each[:, :length] for name, each in batch_of("own", 0).items()})
+
+
+def _beyond_the_table(accelerator: Accelerator) -> None:
+    batch = batch_of("own", 0)
+    batch["positions"] += 64 - LENGTH + 1  # on the last rank only
+    _call(accelerator, Reader(), batch)
+
+
+def _features(accelerator: Accelerator) -> None:
+    model, batch = accelerator.prepare(Scaling()), batch_of("own", 0)
+    batch["labels"] = torch.arange(ROWS * 20.0).view(ROWS, 20)  # as many as there are positions below
+    model(*batch.values())
+    model(batch["tokens"][:, :20], batch["positions"][:, :20], batch["labels"])
+
+
 def _short(accelerator: Accelerator) -> None:
     _call(accelerator, Reader(), {name: tensor[:, :1] for name, tensor in batch_of("own", 0).items()})
 
@@ -600,6 +625,9 @@ MISTAKES: dict[str, tuple[Callable[[Accelerator], Any], str]] = {
     "recurrent": (lambda a: a.prepare(Recurrent()), "GRU.*carries a state over positions"),
     "own softmax": (lambda a: _call(a, OwnSoftmax(), batch_of("own", 0)), "has not called an attention"),
     "other batches": (_of_rank, "have different batches"),
+    "other lengths": (_of_length, "have different batches"),
+    "beyond the table": (_beyond_the_table, "index out of range"),
+    "features": (_features, "computes other outputs"),
     "short": (_short, "sequences of 1 positions"),
     "lengths": (_buffers, "different lengths"),
     "whole labels": (_in_block, "48 labels of whole"),
@@ -609,7 +637,7 @@ MISTAKES: dict[str, tuple[Callable[[Accelerator], Any], str]] = {
 
 def make_mistake(name: str) -> str:
     accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="torch"))
-    with pytest.raises((ConfigurationError, PreparationError)) as caught:
+    with pytest.raises((ConfigurationError, PreparationError, IndexError)) as caught:
         MISTAKES[name][0](accelerator)
     return str(caught.value)
 

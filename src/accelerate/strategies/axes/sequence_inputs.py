@@ -54,9 +54,16 @@ class Inputs(NamedTuple):
         """Returns the arguments with further keyword arguments."""
         return self._replace(kwargs={**self.kwargs, **kwargs})
 
-    def signature(self) -> Any:
-        """Returns what outputs may depend on besides the values of tensors."""
-        tensors = tuple((name, tensor.ndim) for name, tensor in self.tensors())
+    def signature(self, length: int, dims: Mapping[str, int | None]) -> Any:
+        """Returns what outputs may depend on besides the values of tensors.
+
+        Args:
+            length: Length of the sequences in the arguments.
+            dims: Dimensions that the program gives.
+        """
+        tensors = tuple(
+            (name, tensor.ndim, dim_of(name, tensor, length, dims)) for name, tensor in self.tensors()
+        )
         options = {k: v for k, v in self.kwargs.items() if isinstance(v, (bool, str)) or v is None}
         return tensors, tuple(sorted(options.items(), key=str))
 

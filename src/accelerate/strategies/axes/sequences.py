@@ -175,14 +175,14 @@ class _Forwards:
         entire = inputs
         if in_block:
             inputs = whole_masks(inputs, shards)
-            if (signature := inputs.signature()) not in self._checked or part is not None:
+            if inputs.signature(length, self._dims) not in self._checked or part is not None:
                 entire = whole(inputs, shards, self._dims)
-        signature = inputs.signature()
+        signature = inputs.signature(length, self._dims)
         complete = partial(_completed, model, part)
         checked = self._checked.get(signature)
         if checked is None:
             checked = check_forward(model, entire, complete, shards, self._dims, self._precision)
-            if checked.is_complete and checked.dims is not None:
+            if checked.is_complete:
                 self._checked[signature] = checked
         entire, positions = complete(entire, shards.length), None
         if not in_block or part is not None:

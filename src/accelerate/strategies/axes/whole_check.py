@@ -68,13 +68,29 @@ class Checked(NamedTuple):
     """Forward that computes the same on shards as on whole sequences.
 
     Attributes:
-        dims: Dimensions of outputs with positions, or None if the forward raises an error in both ways.
+        dims: Dimensions of outputs with positions.
         is_complete: Whether all outputs have been compared.
         sites: Places in the code that count positions.
     """
 
-    dims: OutputDims | None
+    dims: OutputDims
     is_complete: bool
+    sites: frozenset[Site]
+
+
+class Comparison(NamedTuple):
+    """Comparison on all ranks.
+
+    Attributes:
+        results: Results of the ranks.
+        error: Error on whole sequences on this rank, or None.
+        dims: Dimensions of outputs with positions.
+        sites: Places in the code that count to the length of whole sequences.
+    """
+
+    results: list[Result]
+    error: Exception | None
+    dims: OutputDims
     sites: frozenset[Site]
 
 
@@ -105,22 +121,20 @@ def check_forward(
     if precision in ("fp16", "bf16") and _has_autocast(model):
         precision = "no"  # in which smaller differences are found
     compare = partial(_compare_enough, model, inputs, complete, shards, dims)
-    results, found, sites = compare(frozenset())
-    limit, used = _limit(model, precision), frozenset[Site]()
-    if all(each.has_sites for each in results) and not _are_equal(results, limit):
-        counted, dims_of_counted, _ = compare(sites)
-        if _are_equal(counted, limit):
-            results, found, used = counted, dims_of_counted, sites
-    _refuse_errors(name, ranks, results)
-    if any(each.own_error for each in results):
-        return Checked(None, False, used)
+    compared, used, limit = compare(frozenset()), frozenset[Site](), _limit(model, precision)
+    if all(each.has_sites for each in compared.results) and not _are_equal(compared.results, limit):
+        counted = compare(compared.sites)
+        if _are_equal(counted.results, limit):
+            compared, used = counted, compared.sites
+    results = compared.results
+    _refuse_errors(name, ranks, compared)
     _refuse_differences(name, ranks, results, limit)
     if max(each.of_padding for each in results) > limit:
         raise ConfigurationError(
             f"{name} derives positions from its attention_mask, which sp_size={ranks} does not. Pass "
             "position_ids with the positions of tokens, such as (attention_mask.cumsum(1) - 1).clamp(min=0)."
         )
-    return Checked(found, not any(each.is_undefined for each in results), used)
+    return Checked(compared.dims, not any(each.is_undefined for each in results), used)
 
 
 def _compare_enough(
@@ -130,17 +144,13 @@ def _compare_enough(
     shards: SequenceShards,
     dims: Mapping[str, int | None],
     sites: frozenset[Site],
-) -> tuple[list[Result], OutputDims, frozenset[Site]]:
-    """Compares the beginning of sequences, or whole sequences if it has no outputs.
-
-    Returns:
-        The results of all ranks, the dimensions of outputs, and places that count to the length.
-    """
+) -> Comparison:
+    """Compares the beginning of sequences, or whole sequences if it has no outputs."""
     ranks = len(shards.sizes)
     size = min(shards.length, ranks * POSITIONS + shards.length % ranks)
     compared = _compare(model, inputs, complete, shards, size, dims, sites)
     if size < shards.length and any(
-        each.own_error or each.whole_error or each.is_undefined for each in compared[0]
+        each.own_error or each.whole_error or each.is_undefined for each in compared.results
     ):
         compared = _compare(model, inputs, complete, shards, shards.length, dims, sites)
     return compared
@@ -181,22 +191,25 @@ def _are_equal(results: list[Result], limit: float) -> bool:
     )
 
 
-def _refuse_errors(name: str, ranks: int, results: list[Result]) -> None:
+def _refuse_errors(name: str, ranks: int, compared: Comparison) -> None:
+    results = compared.results
     if any(each.inputs != results[0].inputs for each in results):
         raise ConfigurationError(
             f"The {ranks} ranks of sp_size={ranks} have different batches for {name}, and each computes a "
             "part of the sequences of one batch. Prepare the loader, whose batches are then equal on these "
             "ranks."
         )
+    if compared.error is not None:
+        raise compared.error
     own = next((each.own_error for each in results if each.own_error), None)
     entire = next((each.whole_error for each in results if each.whole_error), None)
-    if own and not entire:
+    if own:
         raise ConfigurationError(
             f"{name} computes outputs on whole sequences, and raises an error on the positions of a rank of "
             f"sp_size={ranks} ({own}). Set sp_size=1 for this model, or give the dimensions of its inputs in "
             "TorchSequenceParallelConfig(sequence_dims={...})."
         )
-    if entire and not own:
+    if entire:
         raise ConfigurationError(
             f"{name} raises an error on whole sequences ({entire}), so sp_size={ranks} cannot be compared "
             "with one rank. Train a model that takes whole sequences, or set sp_size=1."
@@ -241,26 +254,37 @@ def _compare(
     size: int,
     dims: Mapping[str, int | None],
     sites: frozenset[Site],
-) -> tuple[list[Result], OutputDims, frozenset[Site]]:
+) -> Comparison:
     """Compares the outputs for the first positions."""
     entire = beginning(inputs, shards.length, size, dims)
     completed = complete(entire, size)
     parts = divide(size, shards.group)
     own, positions = sharded(completed, parts, dims), completed.get("position_ids")
     forward = ShardedForward(parts, positions if isinstance(positions, Tensor) else None, sites)
-    result = Result(inputs=_summary(entire))
-    state = sequence_state()
+    state, found = sequence_state(), OutputDims()
     state.depth += 1
     try:
         with torch.no_grad(), in_evaluation(model), _without_autocast(model):
-            result, found, sites = _run(model, entire, own, forward, result)
-            if not (result.own_error or result.whole_error):
-                result = result._replace(of_padding=_difference_of_padding(model, entire, completed))
+            expected, error, noted = _run_whole(model, entire, size)
+            text = None if error is None else f"{type(error).__name__}: {error}"
+            result = Result(inputs=_summary(entire), whole_error=text, has_sites=bool(noted))
+            results = _gathered(result, shards)
+            # An exchange between ranks with other shapes, or with one that has raised an error, would hang.
+            if not any(each.whole_error or each.inputs != result.inputs for each in results):
+                result, found = _run(model, expected, own, forward, result)
+                if not result.own_error:
+                    result = result._replace(of_padding=_difference_of_padding(model, entire, completed))
+                results = _gathered(result, shards)
     finally:
         state.depth -= 1
+    return Comparison(results, error, found, noted)
+
+
+def _gathered(result: Result, shards: SequenceShards) -> list[Result]:
+    """Returns the results of all ranks."""
     results: list[Any] = [None] * len(shards.sizes)
     dist.all_gather_object(results, result, group=shards.group)
-    return results, found, sites
+    return results
 
 
 def _has_autocast(model: nn.Module) -> bool:
@@ -281,19 +305,27 @@ def _without_autocast(model: nn.Module) -> Iterator[None]:
         vars(model)["forward"] = forward
 
 
-def _run(
-    model: nn.Module, entire: Inputs, own: Inputs, forward: ShardedForward, result: Result
-) -> tuple[Result, OutputDims, frozenset[Site]]:
+def _run_whole(
+    model: nn.Module, entire: Inputs, length: int
+) -> tuple[list[Tensor], Exception | None, frozenset[Site]]:
+    """Returns the outputs for whole sequences or the error, and the places that count to the length."""
     state = sequence_state()
     before = state.set(None)
-    expected: list[Tensor] = []
-    with SitesOf(forward.shards.length) as noted:
-        try:
-            expected = list(iterate_tensors(model.forward(*entire.args, **entire.kwargs)))
-        except Exception as error:
-            result = result._replace(whole_error=f"{type(error).__name__}: {error}")
-    result = result._replace(has_sites=bool(noted.found))
-    state.set(forward)
+    try:
+        with SitesOf(length) as noted:
+            return list(iterate_tensors(model.forward(*entire.args, **entire.kwargs))), None, noted.found
+    except Exception as error:
+        return [], error, noted.found
+    finally:
+        state.set(before)
+
+
+def _run(
+    model: nn.Module, expected: list[Tensor], own: Inputs, forward: ShardedForward, result: Result
+) -> tuple[Result, OutputDims]:
+    """Compares the outputs for the positions of this rank with those for whole sequences."""
+    state = sequence_state()
+    before = state.set(forward)
     try:
         outputs = list(iterate_tensors(model.forward(*own.args, **own.kwargs)))
         if forward.sites:
@@ -305,13 +337,12 @@ def _run(
     except ConfigurationError:
         raise
     except Exception as error:
-        return result._replace(own_error=f"{type(error).__name__}: {error}"), [], noted.found
+        return result._replace(own_error=f"{type(error).__name__}: {error}"), []
     finally:
         state.set(before)
-    result = result._replace(num_attentions=forward.num_attentions)
-    if result.whole_error:
-        return result, [], noted.found
-    return *_differences(outputs, expected, forward.shards, result), noted.found
+    return _differences(
+        outputs, expected, forward.shards, result._replace(num_attentions=forward.num_attentions)
+    )
 
 
 def _differences(
