@@ -150,14 +150,15 @@ def test_context_parallelism_without_masks_is_found(run: Run) -> None:
 
 
 class Placed(nn.Module):
-    """A decoder with embeddings of positions, which a batch counts over the row or for each document."""
+    """A decoder with embeddings of positions, which the batch has or the model counts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.table = Decoder(), nn.Embedding(LENGTH, WIDTH)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        hidden = self.inner.embedding(input_ids) + self.table(positions)
+    def forward(self, input_ids: Tensor, mask: Tensor, positions: Tensor | None = None) -> Tensor:
+        counted = torch.arange(input_ids.shape[1]) if positions is None else positions
+        hidden = self.inner.embedding(input_ids) + self.table(counted)
         for layer in self.inner.layers:
             hidden = layer(hidden, mask)
         return hidden
@@ -192,6 +193,7 @@ def check_parts_of_sequences() -> dict[str, str]:
         "packed": (llama(), batch, False),
         "packed in a block": (llama(), batch, True),
         "shifted": (Placed(), {**given, "positions": counted}, False),
+        "counted": (Placed(), given, False),
         "restarted": (Placed(), {**given, "positions": positions}, False),
     }
     for name, (model, inputs, is_block) in cases.items():
@@ -210,10 +212,11 @@ def check_parts_of_sequences() -> dict[str, str]:
 
 def test_parts_of_packed_sequences_are_checked(run: Run) -> None:
     for found in run(check_parts_of_sequences, processes=2):
-        assert sorted(found) == ["ones", "ones in a block", "shifted"]
+        assert sorted(found) == ["counted", "ones", "ones in a block", "shifted"]
         assert "attention_mask of ones" in found["ones"]
         assert "check_packing=False" in found["ones in a block"]
         assert "positions of a document depend" in found["shifted"]
+        assert "positions of a document depend" in found["counted"]
 
 
 def check_other_batches() -> list[str]:

@@ -103,10 +103,8 @@ class SequenceAxis(Layer):
 
     def joined(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Returns inputs with whole sequences, if they are those of this rank in a block."""
-        shards, named = sequence_state().block, Inputs((), inputs, ())
-        if shards is None or shards.own == shards.length or length_of(named, "The model") != shards.own:
-            return inputs
-        return whole(named, shards, self._parallelism.sp_handler.sequence_dims).kwargs
+        shards, dims = sequence_state().block, self._parallelism.sp_handler.sequence_dims
+        return inputs if shards is None else whole(Inputs((), inputs, ()), shards, dims).kwargs
 
     @contextmanager
     def unsharded(self, models: Sequence[nn.Module]) -> Iterator[None]:
