@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from accelerate import torch_private
 from accelerate.base import PreparationError
@@ -87,7 +86,7 @@ def _reason(part: nn.Module, is_layer: bool) -> str | None:
         is_layer and any(each in name for each in RECURRENT)
     ):
         return "carries a state over positions"
-    if isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm):
+    if isinstance(part, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
         return "computes statistics over positions"
     if isinstance(part, nn.Conv1d) and part.kernel_size[0] > 1:
         return "is a convolution over time"
