@@ -1,3 +1,4 @@
+from accelerate.launch.attempts import keep as keep, open_folder as open_folder
 from accelerate.launch.children import (
     CONSOLE_EVENTS as CONSOLE_EVENTS,
     GRACE_VARIABLE as GRACE_VARIABLE,
@@ -62,7 +63,6 @@ from accelerate.launch.resolve import (
     choose_launcher as choose_launcher,
     resolve_plan as resolve_plan,
 )
-from accelerate.launch.run_folder import keep as keep, open_folder as open_folder
 from accelerate.launch.script import (
     RENDEZVOUS_FILE as RENDEZVOUS_FILE,
     SCRIPT as SCRIPT,

@@ -1,12 +1,18 @@
-"""Ends of the attempts of a run that restarts, which the launcher of a machine prints and records."""
+"""Temporary folder of a launch, and ends of the attempts of a run that restarts.
+
+Processes record their failures in the folder, and the launcher prints and records the attempts. A launcher
+holds a lock on a file in its folder. The next launch removes folders whose launcher was killed.
+"""
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from accelerate.launch.children import say
 from accelerate.launch.failures import (
@@ -126,3 +132,45 @@ def describe(first: Suspect, exits: Exits) -> str:
     code: Any = exits.codes.get(first.rank, 0)
     names = {-number: number.name for number in signal.Signals}
     return f"was ended by {names[code]}" if code in names else f"ended with exit code {code}"
+
+
+PREFIX = "accelerate-launch-"
+LOCK = "launcher.lock"
+
+
+def open_folder() -> tuple[Path, IO[bytes]]:
+    """Returns a new folder and its locked file, which stays open during the launch."""
+    root = Path(tempfile.gettempdir())
+    for path in root.glob(f"{PREFIX}*/{LOCK}"):
+        _remove_abandoned(path)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    file = (folder / LOCK).open("wb")
+    _lock(file)
+    return folder, file
+
+
+def keep(folder: Path) -> None:
+    """Keeps a folder after the launch."""
+    (folder / LOCK).unlink()
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Removes the folder of a lock that no process holds."""
+    try:
+        with path.open("ab") as file:
+            if _lock(file):
+                shutil.rmtree(path.parent, ignore_errors=True)
+    except OSError:  # that of another user, or removed meanwhile
+        return
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Returns whether this process holds the lock of a file now, which it never does on Windows."""
+    if sys.platform != "win32":
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return sys.platform != "win32"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from accelerate.base import ConfigurationError, environ
-from accelerate.launch.elastic_sizes import Sizes
 from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE
+from accelerate.launch.layout import Sizes
 from accelerate.launch.machine import DEFAULT_PORT, LOOPBACK_ADDRESS, new_run_id, run_id_of
 from accelerate.settings import ENVIRONMENT, FLAG, Settings, flags
 from accelerate.settings.sections import RendezvousSection

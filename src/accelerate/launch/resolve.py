@@ -23,7 +23,7 @@ from accelerate.base import (
 from accelerate.devices import CPU
 from accelerate.launch import layout
 from accelerate.launch.backends import Launcher, launcher_for, launcher_named
-from accelerate.launch.elastic_sizes import Sizes, choose_sizes
+from accelerate.launch.layout import Sizes, choose_sizes
 from accelerate.launch.machine import DEFAULT_PORT, Machine
 from accelerate.launch.plan import RECORDED, LaunchPlan, Target
 from accelerate.settings import ENVIRONMENT, FLAG, SECTIONS, Option, Settings, deepspeed_checks as checks

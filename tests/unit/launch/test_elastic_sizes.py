@@ -13,7 +13,7 @@ from accelerate.commands.launch import launch_command_parser, read_settings
 from accelerate.devices import CPU, CUDA
 from accelerate.launch import LaunchPlan, Machine, Target, resolve_plan
 from accelerate.launch.backends.elastic import Devices, Ranks
-from accelerate.launch.elastic_sizes import Sizes
+from accelerate.launch.layout import Sizes
 from accelerate.launch.plan import torchrun_arguments
 
 ADDRESS = ("--main_process_ip", "first")

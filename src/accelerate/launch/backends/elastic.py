@@ -21,8 +21,8 @@ from accelerate.launch import children, layout
 from accelerate.launch.attempts import Attempts
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.children import REQUESTS, run_child, say
-from accelerate.launch.elastic_sizes import VARIABLES, Sizes
 from accelerate.launch.failures import Exits, Kind, collect, find_first
+from accelerate.launch.layout import VARIABLES, Sizes
 from accelerate.launch.machine import Machine, get_free_port, hold_loopback_store, run_key
 from accelerate.launch.plan import LaunchPlan, folder_of, local_command, torchrun_arguments
 from accelerate.settings import Settings
