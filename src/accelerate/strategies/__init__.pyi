@@ -10,14 +10,6 @@ from accelerate.strategies.base import (
     keep_file as keep_file,
     refuse_split_model as refuse_split_model,
 )
-from accelerate.strategies.bundle import (
-    Bundle as Bundle,
-    Kind as Kind,
-    is_prepared as is_prepared,
-    kind_of as kind_of,
-    mark_prepared as mark_prepared,
-    parameter_ids as parameter_ids,
-)
 from accelerate.strategies.composition import compose as compose, divide_steps as divide_steps
 from accelerate.strategies.ddp import (
     DataParallel as DataParallel,
@@ -33,10 +25,6 @@ from accelerate.strategies.fsdp import (
 from accelerate.strategies.isolation import check_isolation as check_isolation
 from accelerate.strategies.layer import Layer as Layer
 from accelerate.strategies.matrix_states import owners_of as owners_of
-from accelerate.strategies.mistakes import (
-    find_unrelated_optimizers as find_unrelated_optimizers,
-    find_unstepped_models as find_unstepped_models,
-)
 from accelerate.strategies.module_state import ModuleState as ModuleState, SavedBuffer as SavedBuffer
 from accelerate.strategies.recomputation import (
     choose_for_step as choose_for_step,
@@ -53,7 +41,15 @@ from accelerate.strategies.resolve import (
     resolve_strategy as resolve_strategy,
 )
 from accelerate.strategies.session import (
+    Bundle as Bundle,
+    Kind as Kind,
     Prepared as Prepared,
     PrepareSession as PrepareSession,
     ReplacedParameters as ReplacedParameters,
+    find_unrelated_optimizers as find_unrelated_optimizers,
+    find_unstepped_models as find_unstepped_models,
+    is_prepared as is_prepared,
+    kind_of as kind_of,
+    mark_prepared as mark_prepared,
+    parameter_ids as parameter_ids,
 )

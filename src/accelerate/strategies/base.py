@@ -30,11 +30,16 @@ from accelerate.precision import RECIPES, Precision, PrecisionRequest, resolve_p
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import Topology
 from accelerate.strategies.batches import arguments_of, loss_of
-from accelerate.strategies.bundle import Bundle, Kind, placeholder_kind
 from accelerate.strategies.dtensors import clip_values, gradient_norm, groups_of, is_sharded, scale_down
 from accelerate.strategies.layer import Layer, entered
-from accelerate.strategies.mistakes import warn_of_held_loaders, warn_of_mistakes
 from accelerate.strategies.request import Context
+from accelerate.strategies.session import (
+    Bundle,
+    Kind,
+    placeholder_kind,
+    warn_of_held_loaders,
+    warn_of_mistakes,
+)
 from accelerate.strategies.state import StrategyState
 from accelerate.weights import move_module
 from accelerate.wrappers import extract_model_from_parallel

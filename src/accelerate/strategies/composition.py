@@ -13,8 +13,8 @@ from accelerate.base import DynamoBackend, wrong_value
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallelism_config import MeshAxis
 from accelerate.strategies.base import Strategy
-from accelerate.strategies.bundle import needs_whole_matrices
 from accelerate.strategies.layer import Layer
+from accelerate.strategies.session import needs_whole_matrices
 
 Composed = TypeVar("Composed", bound=Strategy)
 

@@ -35,11 +35,11 @@ from accelerate.strategies.base import (
     refuse_sharded_model,
     refuse_split_model,
 )
-from accelerate.strategies.bundle import Kind, kind_of
 from accelerate.strategies.dtensors import Replicas, gradient_sync, sparse_weights
 from accelerate.strategies.layer import divided
 from accelerate.strategies.replicas import ALL_RANKS, ReplicaCheck, watch_replicas
 from accelerate.strategies.request import Context, require_plugin
+from accelerate.strategies.session import Kind, kind_of
 from accelerate.strategies.state import StrategyState
 
 logger = get_logger(__name__)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.planning import Layout
-from accelerate.strategies.bundle import Bundle
+from accelerate.strategies.session import Bundle
 from accelerate.strategies.state import StrategyState
 
 if TYPE_CHECKING:

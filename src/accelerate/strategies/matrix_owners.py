@@ -21,10 +21,10 @@ from accelerate.base import PreparationError, StateError
 from accelerate.checkpointing import Box, LocalShards, box_of, to_local_shards
 from accelerate.logging import get_logger
 from accelerate.ops import current_transport, is_dtensor, local_tensor
-from accelerate.strategies.bundle import WHOLE_MATRICES, needs_whole_matrices
 from accelerate.strategies.layer import Layer, WeakStrategy
 from accelerate.strategies.matrix_plan import LocalBox, Matrix, by_dtype, plan_owners
 from accelerate.strategies.matrix_states import Owners, owners_of
+from accelerate.strategies.session import WHOLE_MATRICES, needs_whole_matrices
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer

@@ -24,7 +24,6 @@ from accelerate.base import PreparationError
 from accelerate.data_loader import SHARED_AXES, data_groups
 from accelerate.ops import current_transport
 from accelerate.parallelism_config import Data, MeshAxis, axes_with
-from accelerate.strategies.bundle import Bundle, Kind
 from accelerate.strategies.dtensor_state import DistributedTensorState
 from accelerate.strategies.dtensors import (
     Replicas,
@@ -38,6 +37,7 @@ from accelerate.strategies.dtensors import (
     units_of,
 )
 from accelerate.strategies.layer import Layer, WeakStrategy
+from accelerate.strategies.session import Bundle, Kind
 from accelerate.strategies.state import StrategyState
 
 PIPELINE = MeshAxis.PP.value

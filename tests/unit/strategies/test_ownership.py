@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from accelerate import Accelerator
 from accelerate.strategies import find_unrelated_optimizers, find_unstepped_models
-from accelerate.strategies.mistakes import find_held_loaders
+from accelerate.strategies.session import find_held_loaders
 
 
 def test_a_parameter_that_no_optimizer_owns_is_named() -> None:

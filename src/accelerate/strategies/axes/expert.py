@@ -24,9 +24,9 @@ from accelerate.parallelism_config import MeshAxis, ParallelismConfig
 from accelerate.planning import Layout
 from accelerate.strategies.axes.expert_dispatch import BalancedForward, DispatchedForward
 from accelerate.strategies.axes.tensor import matches
-from accelerate.strategies.bundle import Bundle, Kind
 from accelerate.strategies.dtensors import ParameterRemapper, is_sharded, named_parameters, send_from_main
 from accelerate.strategies.layer import Layer
+from accelerate.strategies.session import Bundle, Kind
 
 logger = get_logger(__name__)
 

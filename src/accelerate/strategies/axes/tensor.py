@@ -18,8 +18,8 @@ from accelerate.base import PreparationError, listed, wrong_value
 from accelerate.logging import get_logger
 from accelerate.parallelism_config import MeshAxis
 from accelerate.planning import Layout
-from accelerate.strategies.bundle import Bundle, Kind
 from accelerate.strategies.layer import Layer
+from accelerate.strategies.session import Bundle, Kind
 from accelerate.weights import find_tied_parameters, retie_parameters
 
 logger = get_logger(__name__)

@@ -10,8 +10,8 @@ from typing import Any
 
 from accelerate.base import PreparationError
 from accelerate.nested import send_to_device
-from accelerate.strategies.bundle import mark_prepared
 from accelerate.strategies.layer import Layer
+from accelerate.strategies.session import mark_prepared
 
 
 class UlyssesAxis(Layer):

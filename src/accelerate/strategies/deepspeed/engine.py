@@ -23,7 +23,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import Topology, step_clock
 from accelerate.strategies.base import payloads_of_engine
-from accelerate.strategies.bundle import Kind
+from accelerate.strategies.session import Kind
 
 logger = get_logger(__name__)
 

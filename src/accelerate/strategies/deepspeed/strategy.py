@@ -33,7 +33,6 @@ from accelerate.strategies.base import (
     precision_of,
     refuse_split_model,
 )
-from accelerate.strategies.bundle import Bundle, Kind, is_prepared
 from accelerate.strategies.deepspeed import building
 from accelerate.strategies.deepspeed.building import MICRO, STEPS, EngineInputs, batch_sizes_of
 from accelerate.strategies.deepspeed.checks import problems_of
@@ -49,6 +48,7 @@ from accelerate.strategies.deepspeed.engine import (
     whole_weights,
 )
 from accelerate.strategies.request import Context
+from accelerate.strategies.session import Bundle, Kind, is_prepared
 from accelerate.strategies.state import Fill, StrategyState, WholeWeights
 
 

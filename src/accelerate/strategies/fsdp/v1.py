@@ -27,7 +27,6 @@ from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.nested import recursively_apply
 from accelerate.strategies.base import refuse_sharded_model
-from accelerate.strategies.bundle import parameter_ids
 from accelerate.strategies.dtensors import (
     Groups,
     clean_name,
@@ -42,6 +41,7 @@ from accelerate.strategies.fsdp.sharding import UnitParameter, parameters_by_uni
 from accelerate.strategies.fsdp.strategies import FsdpState, Sharded
 from accelerate.strategies.recomputed_blocks import recompute
 from accelerate.strategies.request import Context
+from accelerate.strategies.session import parameter_ids
 from accelerate.strategies.state import Fill, WholeWeights
 from accelerate.strategies.views import return_no_views
 

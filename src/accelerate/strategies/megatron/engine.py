@@ -23,7 +23,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import Topology, step_clock
 from accelerate.strategies.base import payloads_of_engine
-from accelerate.strategies.bundle import Kind
 from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.data import (
     Batch,
@@ -34,6 +33,7 @@ from accelerate.strategies.megatron.data import (
     combine_reports,
 )
 from accelerate.strategies.megatron.steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
+from accelerate.strategies.session import Kind
 
 logger = get_logger(__name__)
 

@@ -25,7 +25,6 @@ from accelerate.precision import Precision
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Parameters, Strategy, keep_none
-from accelerate.strategies.bundle import Bundle, Kind, mark_prepared
 from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.data import (
     MegatronLMDummyDataLoader,
@@ -42,6 +41,7 @@ from accelerate.strategies.megatron.engine import (
     MegatronPart,
 )
 from accelerate.strategies.request import Context
+from accelerate.strategies.session import Bundle, Kind, mark_prepared
 from accelerate.strategies.state import Fill, StrategyState
 
 logger = get_logger(__name__)

@@ -20,13 +20,13 @@ from accelerate.base import PreparationError, StateError, listed
 from accelerate.ops import is_dtensor
 from accelerate.parallelism_config import MeshAxis
 from accelerate.planning import Layout
-from accelerate.strategies.bundle import Bundle, Kind
 from accelerate.strategies.dtensors import named_parameters
 from accelerate.strategies.layer import Layer, Norm, WeakStrategy
 from accelerate.strategies.pipeline.runner import Pipeline
 from accelerate.strategies.pipeline.stages import is_split
 from accelerate.strategies.pipeline.state import PipelineState
 from accelerate.strategies.pipeline.verification import Verification
+from accelerate.strategies.session import Bundle, Kind
 from accelerate.strategies.state import StrategyState
 
 AXIS = MeshAxis.PP.value
