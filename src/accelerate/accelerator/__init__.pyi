@@ -3,7 +3,6 @@ import torch as torch
 from accelerate.accelerator import (
     average_files as average_files,
     averaging as averaging,
-    checkpoint_items as checkpoint_items,
     contexts as contexts,
     fast_saves as fast_saves,
     flops as flops,

@@ -164,7 +164,7 @@ class FastSaves:
     def _collect(self, saver: checkpointing.GenerationSaver) -> list[checkpointing.Payload]:
         has_hooks = bool(self._runtime.checkpoints.save_hooks)
         staging = saver.staging_of_hooks if has_hooks else saver.staging
-        payloads = accelerator.checkpoint_items.collect(self._runtime, staging, self._step(), True)
+        payloads = accelerator.state_items.collect(self._runtime, staging, self._step(), True)
         return [*payloads, *(saver.files_of_hooks() if has_hooks else ())]
 
     def _write_durable(
@@ -259,7 +259,7 @@ class FastSaves:
         own = {} if self._runtime.checkpoints.load_hooks else plans  # a hook may change the models
         reader = replace(options, folder=folder, names=names, is_fast=True, plans=own)
         try:
-            return sorted(accelerator.checkpoint_items.files_of_rank(self._runtime, reader))
+            return sorted(accelerator.state_items.files_of_rank(self._runtime, reader))
         except Exception as error:  # raised again when the files are read
             logger.debug(f"{folder}: {describe(error)}")
             return [name for name in names if name.endswith(checkpointing.SHARDS)]

@@ -86,7 +86,7 @@ class RunCheckpoints:
             project.iteration = request.iteration + 1
         try:
             step = self._accumulation.step
-            payloads = accelerator.checkpoint_items.collect(runtime, staging, step, safe_serialization)
+            payloads = accelerator.state_items.collect(runtime, staging, step, safe_serialization)
         except Exception as error:
             saver.abort(error)
             raise
@@ -215,7 +215,7 @@ class RunCheckpoints:
                     "automatic_checkpoint_naming is set. Leave the folder out."
                 )
             iteration = project.iteration
-            target = _numbered_folder(project) / checkpointing.retention.name_of(iteration)
+            target = _numbered_folder(project) / checkpointing.name_of(iteration)
         loaders = runtime.prepared.loaders
         gradients = runtime.gradient_state
         if not gradients.sync_gradients:
@@ -265,7 +265,7 @@ class RunCheckpoints:
         checkpointing.loading.check_source(source, self._runtime.state.num_processes, policy)
         try:
             progress = checkpointing.read_progress(source, options)
-            changes = accelerator.checkpoint_items.read(self._runtime, source, options, policy)
+            changes = accelerator.state_items.read(self._runtime, source, options, policy)
         except Exception as error:  # of any kind, which the other ranks have to know
             source.agree(describe(error))
             raise
@@ -293,7 +293,7 @@ class RunCheckpoints:
             if runtime.prepared.optimizers and not source.resized:
                 runtime.strategy.state.adopt_gradient_order(model, order)
         runtime.observers.loaded(step)
-        number = checkpointing.retention.number_of(source.folder.name)
+        number = checkpointing.number_of(source.folder.name)
         if number is not None and project.automatic_checkpoint_naming:
             run = {} if source.manifest is None else source.manifest.run
             project.iteration = run.get(checkpointing.NEXT_DURABLE, number + 1)

@@ -39,10 +39,15 @@ from accelerate.checkpointing.fast_tier import (
     open_fast_tier as open_fast_tier,
 )
 from accelerate.checkpointing.folder import (
+    LOADED as LOADED,
     StagingFolder as StagingFolder,
+    loaded_lines as loaded_lines,
+    name_of as name_of,
+    number_of as number_of,
     plan_staging_folder as plan_staging_folder,
     recover as recover,
     remove as remove,
+    saved_lines as saved_lines,
 )
 from accelerate.checkpointing.generations import (
     SHARDS as SHARDS,
@@ -52,13 +57,18 @@ from accelerate.checkpointing.generations import (
     open_generation as open_generation,
 )
 from accelerate.checkpointing.items import (
+    GeneratorsPart as GeneratorsPart,
+    LoaderPart as LoaderPart,
     StateItem as StateItem,
     apply_items as apply_items,
+    capture_generators as capture_generators,
     capture_items as capture_items,
+    check_generators as check_generators,
     check_items as check_items,
     model_item as model_item,
     object_item as object_item,
     optimizer_item as optimizer_item,
+    seed_of as seed_of,
 )
 from accelerate.checkpointing.loading import (
     CheckpointSource as CheckpointSource,
@@ -83,11 +93,6 @@ from accelerate.checkpointing.local_shards import (
     to_local_shards as to_local_shards,
     to_tensor as to_tensor,
 )
-from accelerate.checkpointing.log_lines import (
-    LOADED as LOADED,
-    loaded_lines as loaded_lines,
-    saved_lines as saved_lines,
-)
 from accelerate.checkpointing.manifest import (
     LARGEST as LARGEST,
     NEXT_DURABLE as NEXT_DURABLE,
@@ -110,20 +115,13 @@ from accelerate.checkpointing.parts import (
     fill as fill,
     number as number,
     optimizer_parts as optimizer_parts,
+    read_device as read_device,
     state_parts as state_parts,
     weights_change as weights_change,
     write_state as write_state,
 )
-from accelerate.checkpointing.rank_parts import (
-    GeneratorsPart as GeneratorsPart,
-    LoaderPart as LoaderPart,
-    capture_generators as capture_generators,
-    check_generators as check_generators,
-    seed_of as seed_of,
-)
 from accelerate.checkpointing.retention import checkpoints_below as checkpoints_below
 from accelerate.checkpointing.saving import (
-    Checkpoints as Checkpoints,
     Request as Request,
     Saver as Saver,
     Staging as Staging,
@@ -156,11 +154,14 @@ from accelerate.checkpointing.shards import (
     save_from_shards as save_from_shards,
     save_sharded as save_sharded,
 )
-from accelerate.checkpointing.staging import BackgroundSave as BackgroundSave, StagingMemory as StagingMemory
+from accelerate.checkpointing.staging import (
+    BackgroundSave as BackgroundSave,
+    Checkpoints as Checkpoints,
+    StagingMemory as StagingMemory,
+)
 from accelerate.checkpointing.state import (
     load_accelerator_state as load_accelerator_state,
     load_custom_state as load_custom_state,
-    read_device as read_device,
     save_accelerator_state as save_accelerator_state,
     save_custom_state as save_custom_state,
 )

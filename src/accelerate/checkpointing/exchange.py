@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelerate.checkpointing.saving import WRITE_TIMEOUT, describe_failure
+from accelerate.checkpointing.changes import describe_failure
+from accelerate.checkpointing.saving import WRITE_TIMEOUT
 from accelerate.state import Consensus
 
 PARTIAL = ".part"

@@ -19,12 +19,12 @@ from typing import Any, BinaryIO
 from accelerate.base import CheckpointError, convert_bytes, environ, wrong_value
 from accelerate.checkpointing import manifest, retention, temporary
 from accelerate.checkpointing.exchange import Transfer, exchange, open_group
-from accelerate.checkpointing.folder import StagingFolder
+from accelerate.checkpointing.folder import StagingFolder, name_of
 from accelerate.checkpointing.manifest import FileRecord
 from accelerate.checkpointing.nodes import OPERATION, Nodes, find_nodes, free_bytes
 from accelerate.checkpointing.parts import Payload
-from accelerate.checkpointing.saving import STORE_TIMEOUT, Request, Saver, Staging, raise_failures
-from accelerate.checkpointing.staging import BackgroundSave, StagingMemory
+from accelerate.checkpointing.saving import Request, Saver, Staging, raise_failures
+from accelerate.checkpointing.staging import STORE_TIMEOUT, BackgroundSave, StagingMemory
 from accelerate.launch import count_of
 from accelerate.logging import get_logger
 from accelerate.ops import current_transport, open_consensus
@@ -71,7 +71,7 @@ class FastTier:
         """
         if self.copies and len(self.nodes.ranks) > 1:
             _ = self.group
-        name = retention.name_of(self.number)
+        name = name_of(self.number)
         facts = {
             **request.run,
             manifest.TIER: manifest.FAST,

@@ -15,17 +15,18 @@ import errno
 import logging
 import os
 import random
+import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from accelerate.base import CheckpointError, sync_folder
+from accelerate.base import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, sync_folder
 from accelerate.checkpointing import manifest, temporary
 from accelerate.checkpointing.manifest import files_under
 from accelerate.checkpointing.temporary import HiddenFolder
@@ -36,6 +37,7 @@ REPLACEMENT_TIMEOUT = 1.0  # seconds, far more than two renames take
 POLL_INTERVAL = 0.01  # seconds
 CANNOT_RENAME = (errno.EXDEV, errno.EACCES) if sys.platform == "win32" else (errno.EXDEV,)
 """Errors of a rename of a folder whose files can be moved. On Windows a file in it may be open."""
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
 ATTEMPTS = 20  # to become the only process that writes a checkpoint
 
 # Names of the files of a checkpoint without a manifest.
@@ -135,6 +137,17 @@ class StagingFolder:
         """Removes the folder unless it was published."""
         shutil.rmtree(self.folder, ignore_errors=True)
         temporary.release(self.folder)
+
+
+def name_of(number: int) -> str:
+    """Returns the name of the folder of a numbered checkpoint."""
+    return f"checkpoint_{number}"
+
+
+def number_of(name: str) -> int | None:
+    """Returns the number of a checkpoint, or None if it has another name."""
+    match = _NUMBERED.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def absolute_path(target: Path) -> Path:
@@ -406,3 +419,51 @@ def _find_renameat2() -> Callable[..., int] | None:
 
 
 _renameat2 = _find_renameat2()
+
+
+SAVED = {
+    r"(?:pytorch_)?model(?:_\d+)?\.(?:bin|safetensors)": "Model weights saved in {path}",
+    rf"{FSDP_MODEL_NAME}_\d+": "Model weights saved in {path}",
+    r"optimizer(?:_\d+)?\.bin": "Optimizer state saved in {path}",
+    rf"{OPTIMIZER_NAME}_\d+": "Optimizer state saved in {path}",
+    r"scheduler(?:_\d+)?\.bin": "Scheduler state saved in {path}",
+    r"sampler(?:_(\d+))?\.bin": "Sampler state for dataloader {number} saved in {path}",
+    r"scaler\.pt": "Gradient scaler state saved in {path}",
+    r"random_states_\d+\.pkl": "Random states saved in {path}",
+    r"custom_checkpoint_(\d+)\.pkl": "Saving the state of {kind} to {path}",
+}
+"""Line for each file, or folder of shards, by the pattern of its name, in the order of the lines."""
+LOADED = ("model weights", "optimizer states", "scheduler states", "dataloader sampler states")
+
+
+def saved_lines(target: Path, names: Sequence[str], custom: Sequence[str]) -> list[str]:
+    """Returns the lines for the files that a rank has saved.
+
+    Args:
+        target: Folder of the checkpoint.
+        names: Paths of the files in it.
+        custom: Classes of the objects of the user.
+    """
+    tops = list(dict.fromkeys(name.partition("/")[0] for name in names))
+    lines = []
+    for pattern, text in SAVED.items():
+        for top in tops:
+            if match := re.fullmatch(pattern, top):
+                number = int(match[1] or 0) if match.re.groups else 0
+                kind = custom[number] if number < len(custom) else "an object"
+                lines.append(text.format(path=target / top, number=number, kind=kind))
+    return lines
+
+
+def loaded_lines(folder: Path, has_scaler: bool, custom: Sequence[str]) -> list[str]:
+    """Returns the lines for a checkpoint that was loaded."""
+    return [
+        *(f"All {objects} loaded successfully" for objects in LOADED),
+        *(["GradScaler state loaded successfully"] if has_scaler else []),
+        "All random states loaded successfully",
+        f"Loading in {len(custom)} custom states",
+        *(
+            f"Loading the state of {kind} from {folder / f'custom_checkpoint_{index}.pkl'}"
+            for index, kind in enumerate(custom)
+        ),
+    ]

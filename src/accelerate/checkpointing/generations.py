@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from accelerate.base import CheckpointError, ConfigurationError, describe, wrong_value
-from accelerate.checkpointing import manifest, retention
+from accelerate.checkpointing import manifest
 from accelerate.checkpointing.exchange import Transfer, exchange
 from accelerate.checkpointing.fast_tier import FastTier
+from accelerate.checkpointing.folder import name_of, number_of
 from accelerate.checkpointing.loading import CALL, VERIFY_TIMEOUT, CheckpointSource
 from accelerate.checkpointing.nodes import Nodes
 from accelerate.logging import get_logger
@@ -91,7 +92,7 @@ def find_generations(tier: FastTier) -> list[Generation]:
 def _survey(folder: Path, project: str) -> Iterator[dict[str, Any]]:
     """Yields facts about each generation in the folder of a node."""
     for path in sorted(folder.glob("checkpoint_*")):
-        number = retention.number_of(path.name)
+        number = number_of(path.name)
         if number is None or not path.is_dir():
             continue
         try:
@@ -158,7 +159,7 @@ def _merge(surveys: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any
 
 def next_number(tier: FastTier) -> int:
     """Returns a number that no generation on any node has."""
-    numbers = [retention.number_of(path.name) or 0 for path in tier.nodes.folder.glob("checkpoint_*")]
+    numbers = [number_of(path.name) or 0 for path in tier.nodes.folder.glob("checkpoint_*")]
     highest = tier.consensus.decide(CALL, max(numbers, default=-1), max, tier.timeout)
     return int(highest) + 1
 
@@ -173,7 +174,7 @@ def open_generation(
     Args:
         shards_read_from: Returns the names of the files of shards that this rank reads.
     """
-    folder = tier.nodes.folder / retention.name_of(generation.number)
+    folder = tier.nodes.folder / name_of(generation.number)
     held = [dict(sizes) for sizes in generation.held]
     origins: Origins = {}
     while True:

@@ -27,10 +27,11 @@ from accelerate.base import (
     wrong_value,
 )
 from accelerate.checkpointing import folder, manifest, retention
+from accelerate.checkpointing.changes import describe_failure
+from accelerate.checkpointing.folder import name_of
+from accelerate.checkpointing.items import GeneratorsPart
 from accelerate.checkpointing.manifest import Manifest
 from accelerate.checkpointing.parts import CheckpointReader
-from accelerate.checkpointing.rank_parts import GeneratorsPart
-from accelerate.checkpointing.saving import describe_failure
 from accelerate.logging import get_logger
 from accelerate.state import Consensus, Topology
 
@@ -256,7 +257,7 @@ def _open_numbered(
         checkpoints = {}
     numbers = consensus.decide(CALL, sorted(checkpoints), lambda lists: sorted({*chain(*lists)}), timeout)
     for number in reversed(numbers):
-        path = parent / retention.name_of(number)
+        path = parent / name_of(number)
         fault = checkpoints[number].fault if number in checkpoints else "it is not on all nodes"
         yield CheckpointSource(path, consensus, topology, fault, was_complete=not fault, is_last=is_last)
 

@@ -3,7 +3,7 @@
 `collect` returns the files of this rank, which `Saver.write` writes. `read` reads and verifies files, and
 returns the change of the object, which `apply_all` applies when all ranks have read. There are parts for
 models, optimizers and other objects with a state dict; those of generators and loaders are in
-`rank_parts.py`.
+`items.py`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from accelerate.base import (
     describe,
     like,
     listed,
+    wrong_value,
 )
 from accelerate.checkpointing import compatibility
-from accelerate.checkpointing.changes import Change, Stage, no_change
-from accelerate.checkpointing.live_tensors import fill_states, fill_weights
+from accelerate.checkpointing.changes import Change, Stage, fill_states, fill_weights, no_change
 from accelerate.checkpointing.manifest import MapFile
 from accelerate.checkpointing.state_layouts import LAYOUTS
 from accelerate.logging import get_logger
 from accelerate.nested import honor_mapping, honor_type, recursively_apply
 from accelerate.ops import is_dtensor, run_on_all_ranks, to_full_tensor
+from accelerate.state import PartialState
 from accelerate.weights import (
     drop_shared,
     missing_names,
@@ -413,3 +414,17 @@ def custom_part(index: int, owner: object, distribute: Distribute | None = None)
         distribute: Function for states with DTensors, which are then gathered on all ranks, or None.
     """
     return StatePart(f"custom_checkpoint_{index}.pkl", owner, distribute=distribute)
+
+
+def read_device(map_location: Any) -> Any:
+    """Returns the device of `map_location`, which may be "on_device" or None."""
+    if map_location == "on_device":
+        return PartialState().device
+    if map_location is None:
+        return "cpu"
+    try:
+        torch.device(map_location)
+    except (RuntimeError, TypeError) as error:
+        fix = 'pass None, "cpu", "on_device" or a device'
+        raise wrong_value("map_location", map_location, "it is no device", fix, TypeError) from error
+    return map_location

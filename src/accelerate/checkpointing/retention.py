@@ -15,12 +15,12 @@ from pathlib import Path
 
 from accelerate.base import CheckpointError, expect
 from accelerate.checkpointing import folder, manifest, temporary
+from accelerate.checkpointing.folder import number_of
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
 ATTEMPTS = 5  # to inspect a checkpoint that saves replace at the same time
 LINKED_NAME = "checkpoints"  # a link of this name, for example to another disk, is searched
-_PATTERN = re.compile(r"checkpoint_(\d+)")
 # First bytes of a manifest. Other software has files of the same name. An empty file is damaged.
 _START = re.compile(rb'\s*(\{\s*("files"|$)|$)')
 _BYTES_OF_A_START = 64
@@ -33,17 +33,6 @@ class NumberedCheckpoint:
     number: int
     path: Path
     fault: str = ""
-
-
-def name_of(number: int) -> str:
-    """Returns the name of the folder of a numbered checkpoint."""
-    return f"checkpoint_{number}"
-
-
-def number_of(name: str) -> int | None:
-    """Returns the number of a checkpoint, or None if it has another name."""
-    match = _PATTERN.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def survey(parent: Path) -> list[NumberedCheckpoint]:

@@ -2,8 +2,7 @@
 
 `begin` creates a hidden staging folder. `write` writes the files of this rank in it. `commit` waits until all
 ranks have written, and then one rank writes the manifest and renames the folder. The ranks agree with a
-`Consensus`, which decides from the values of all ranks and never accesses the disk. `Checkpoints` belongs to
-one run: it has the hooks of the user, and saves in the background.
+`Consensus`, which decides from the values of all ranks and never accesses the disk.
 """
 
 from __future__ import annotations
@@ -14,22 +13,26 @@ import logging
 import os
 import socket
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from accelerate.base import CheckpointError, describe, environ, expect, for_threads, is_shown, sync_folder
 from accelerate.checkpointing import retention
-from accelerate.checkpointing.folder import StagingFolder, absolute_path, plan_staging_folder
-from accelerate.checkpointing.log_lines import saved_lines
+from accelerate.checkpointing.changes import describe_failure
+from accelerate.checkpointing.folder import (
+    StagingFolder,
+    absolute_path,
+    name_of,
+    plan_staging_folder,
+    saved_lines,
+)
 from accelerate.checkpointing.manifest import (
     FOLDERS_OF_SAVE,
     SAVE,
@@ -41,21 +44,20 @@ from accelerate.checkpointing.manifest import (
     seal,
 )
 from accelerate.checkpointing.parts import Payload
-from accelerate.checkpointing.staging import BackgroundSave, StagingMemory
 from accelerate.launch import NewestCheckpoint
 from accelerate.logging import get_logger
 from accelerate.monitoring import Checkpoint
 from accelerate.nested import iterate_tensors
-from accelerate.ops import current_transport, open_consensus
-from accelerate.state import Consensus, process_group, run_records, services
+from accelerate.state import Consensus, run_records
+
+if TYPE_CHECKING:
+    from accelerate.checkpointing.staging import StagingMemory
 
 logger = get_logger(__name__)
 
 WRITE_TIMEOUT = 24 * 3600.0
 """Timeout for all ranks to write their files, in seconds."""
 THREADS = 4
-STORE_TIMEOUT = datetime.timedelta(minutes=5)
-"""Timeout for one store request."""
 
 
 @dataclass(frozen=True)
@@ -401,7 +403,7 @@ def _with_free_number(request: Request) -> Request:
 def _with_number(request: Request, number: int | None) -> Request:
     if number is None or number == request.iteration:
         return request
-    return replace(request, iteration=number, target=request.target.parent / retention.name_of(number))
+    return replace(request, iteration=number, target=request.target.parent / name_of(number))
 
 
 def _staging_folder(target: Path, offer: Mapping[str, Any]) -> StagingFolder:
@@ -414,15 +416,6 @@ def _staging_folder(target: Path, offer: Mapping[str, Any]) -> StagingFolder:
     return StagingFolder(target, (target if inside else target.parent) / name, inside)
 
 
-def describe_failure(action: Callable[[], Any], describe_error: Callable[[Exception], str] = describe) -> str:
-    """Runs an action and returns its error as text, or an empty string."""
-    try:
-        action()
-    except Exception as error:  # raised again, on all ranks, by raise_failures
-        return describe_error(error)
-    return ""
-
-
 def raise_failures(texts: Iterable[tuple[int, str]]) -> None:
     """Raises one error for the ranks with a text."""
     if lines := "; ".join(f"process {rank}: {text}" for rank, text in texts if text):
@@ -430,72 +423,3 @@ def raise_failures(texts: Iterable[tuple[int, str]]) -> None:
             f"The checkpoint was not saved, and the ones before it are unchanged ({lines}). Fix the cause, "
             "such as a full disk, and save again."
         )
-
-
-class Checkpoints:
-    """Hooks, background save and timeout of the checkpoints of one run.
-
-    Args:
-        timeout: Timeout in seconds for all ranks to call `save_state` or `load_state`.
-    """
-
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
-        # called before a save with models, weights and folder
-        self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-        # called before a load with models and folder
-        self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-
-    @cached_property
-    def _memory(self) -> StagingMemory:
-        return StagingMemory()
-
-    @property
-    def consensus(self) -> Consensus:
-        """Consensus of the ranks, which all runs of this process use."""
-        return services.get(Consensus, _open_consensus)
-
-    @property
-    def background(self) -> BackgroundSave:
-        """Save in the background, which all runs of this process use, because they share the consensus."""
-        return services.get(BackgroundSave, BackgroundSave)
-
-    @staticmethod
-    def add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., Any]) -> RemovableHandle:
-        """Appends a hook, and returns a handle that removes it."""
-        handle = RemovableHandle(hooks)
-        hooks[handle.id] = hook
-        return handle
-
-    def begin(self, request: Request) -> Saver:
-        """Creates the staging folder, on all ranks, and returns its saver."""
-        saver = Saver(self.consensus)
-        saver.begin(request)
-        return saver
-
-    def write(self, saver: Saver, payloads: Sequence[Payload], *, blocking: bool) -> None:
-        """Writes and commits a checkpoint, or copies all content and starts the save in the background.
-
-        Called on all ranks.
-        """
-        if not blocking and not self.consensus.is_threaded:
-            logger.warning_once("This run has no store to agree over in the background: saves block.")
-            blocking = True
-        if blocking:
-            saver.write(payloads)
-            saver.commit()
-            return
-        self.background.start(saver.stage(payloads, self._memory))
-
-
-def _open_consensus() -> Consensus:
-    # All ranks open theirs in the same order. The store may still have values from before a reset.
-    purpose = f"checkpoints/{services.next_number('checkpoints')}"
-    consensus = open_consensus(current_transport(), process_group.connect_channel(purpose, STORE_TIMEOUT))
-    return services.put(Consensus, consensus, close=_close_consensus)
-
-
-def _close_consensus() -> None:
-    consensus = services.remove(Consensus)
-    if consensus is not None:
-        consensus.close(waits=not process_group.failed())

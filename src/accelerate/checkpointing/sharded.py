@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from accelerate.base import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, listed
 from accelerate.checkpointing import shard_index
-from accelerate.checkpointing.changes import Change, Stage
+from accelerate.checkpointing.changes import Change, Stage, fill_states, fill_weights
 from accelerate.checkpointing.compatibility import (
     GROUPS,
     PARAMETERS,
@@ -30,7 +30,6 @@ from accelerate.checkpointing.compatibility import (
     live_state,
     parameter_numbers,
 )
-from accelerate.checkpointing.live_tensors import fill_states, fill_weights
 from accelerate.checkpointing.local_shards import LocalShards, PlainValue, single_shard, target_of, to_tensor
 from accelerate.checkpointing.parts import CheckpointReader, Part, Payload, fill
 from accelerate.checkpointing.shard_index import KeyPath, ShardIndex

@@ -1,28 +1,36 @@
-"""Memory and thread of saves in the background.
+"""Checkpoints of one run, with the hooks of the user, and its saves in the background.
 
-`Checkpoints` in `saving.py` copies the content of all files with `StagingMemory`, and `BackgroundSave` writes
-the copies while the run trains.
+`Checkpoints` copies the content of all files with `StagingMemory`, and `BackgroundSave` writes the copies
+while the run trains.
 """
 
 from __future__ import annotations
 
 import copy
+import datetime
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from accelerate.checkpointing.parts import Payload
+from accelerate.checkpointing.saving import Request, Saver
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.nested import iterate_tensors
+from accelerate.ops import current_transport, open_consensus
+from accelerate.state import Consensus, process_group, services
 
 logger = get_logger(__name__)
 
+STORE_TIMEOUT = datetime.timedelta(minutes=5)
+"""Timeout for one store request."""
 _IMMUTABLE = frozenset((str, int, float, bool, type(None)))
 
 
@@ -137,3 +145,72 @@ class BackgroundSave:
         except Exception as error:  # raised again by wait()
             logger.error(f"A checkpoint was not saved: {error}", main_process_only=False)
             self._error = error
+
+
+class Checkpoints:
+    """Hooks, background save and timeout of the checkpoints of one run.
+
+    Args:
+        timeout: Timeout in seconds for all ranks to call `save_state` or `load_state`.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        # called before a save with models, weights and folder
+        self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        # called before a load with models and folder
+        self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+
+    @cached_property
+    def _memory(self) -> StagingMemory:
+        return StagingMemory()
+
+    @property
+    def consensus(self) -> Consensus:
+        """Consensus of the ranks, which all runs of this process use."""
+        return services.get(Consensus, _open_consensus)
+
+    @property
+    def background(self) -> BackgroundSave:
+        """Save in the background, which all runs of this process use, because they share the consensus."""
+        return services.get(BackgroundSave, BackgroundSave)
+
+    @staticmethod
+    def add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., Any]) -> RemovableHandle:
+        """Appends a hook, and returns a handle that removes it."""
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    def begin(self, request: Request) -> Saver:
+        """Creates the staging folder, on all ranks, and returns its saver."""
+        saver = Saver(self.consensus)
+        saver.begin(request)
+        return saver
+
+    def write(self, saver: Saver, payloads: Sequence[Payload], *, blocking: bool) -> None:
+        """Writes and commits a checkpoint, or copies all content and starts the save in the background.
+
+        Called on all ranks.
+        """
+        if not blocking and not self.consensus.is_threaded:
+            logger.warning_once("This run has no store to agree over in the background: saves block.")
+            blocking = True
+        if blocking:
+            saver.write(payloads)
+            saver.commit()
+            return
+        self.background.start(saver.stage(payloads, self._memory))
+
+
+def _open_consensus() -> Consensus:
+    # All ranks open theirs in the same order. The store may still have values from before a reset.
+    purpose = f"checkpoints/{services.next_number('checkpoints')}"
+    consensus = open_consensus(current_transport(), process_group.connect_channel(purpose, STORE_TIMEOUT))
+    return services.put(Consensus, consensus, close=_close_consensus)
+
+
+def _close_consensus() -> None:
+    consensus = services.remove(Consensus)
+    if consensus is not None:
+        consensus.close(waits=not process_group.failed())

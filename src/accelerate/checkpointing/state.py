@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.base import CheckpointError, replace_files, wrong_value
+from accelerate.base import CheckpointError, replace_files
 from accelerate.checkpointing.changes import apply_all
+from accelerate.checkpointing.items import GeneratorsPart, LoaderPart
 from accelerate.checkpointing.parts import (
     CheckpointReader,
     ModelPart,
     Part,
     custom_part,
     optimizer_parts,
+    read_device,
     state_parts,
 )
-from accelerate.checkpointing.rank_parts import GeneratorsPart, LoaderPart
 from accelerate.state import PartialState
 
 if TYPE_CHECKING:
@@ -149,20 +150,6 @@ def load_custom_state(obj: object, path: Folder, index: int = 0) -> None:
         CheckpointError: The file is missing, damaged, or contains objects that can run code.
     """
     apply_all([custom_part(index, obj).read(CheckpointReader(Path(path)))], _raise)
-
-
-def read_device(map_location: Any) -> Any:
-    """Returns the device of `map_location`, which may be "on_device" or None."""
-    if map_location == "on_device":
-        return PartialState().device
-    if map_location is None:
-        return "cpu"
-    try:
-        torch.device(map_location)
-    except (RuntimeError, TypeError) as error:
-        fix = 'pass None, "cpu", "on_device" or a device'
-        raise wrong_value("map_location", map_location, "it is no device", fix, TypeError) from error
-    return map_location
 
 
 def _raise(failure: str) -> None:

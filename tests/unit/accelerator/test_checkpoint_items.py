@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.accelerator import checkpoint_items
+from accelerate.accelerator import state_items
 from accelerate.base import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -29,7 +29,7 @@ def prepared() -> tuple[Any, nn.Module, Any]:
 def names(accelerator: Any, common: bool = True) -> list[str]:
     request = SimpleNamespace(target="x", is_generation=False)
     staging: Any = SimpleNamespace(is_common=common, is_owner=True, folder=Path("x"), request=request)
-    return [payload.name for payload in checkpoint_items.collect(accelerator._runtime, staging, 0, True)]
+    return [payload.name for payload in state_items.collect(accelerator._runtime, staging, 0, True)]
 
 
 def test_states_are_unsharded_unless_the_strategy_saves_shards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.checkpointing import single_shard
-from accelerate.checkpointing.live_tensors import copy_into, fill_states, fill_weights
+from accelerate.checkpointing.changes import copy_into, fill_states, fill_weights
 from accelerate.weights import PinnedBuffers
 
 

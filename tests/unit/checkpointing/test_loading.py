@@ -29,6 +29,7 @@ from accelerate.checkpointing import (
     retention,
     seal,
 )
+from accelerate.checkpointing.folder import name_of
 from accelerate.state import Consensus, Topology
 
 ALONE = Topology()
@@ -102,7 +103,7 @@ def test_a_folder_of_checkpoints_is_refused_as_a_checkpoint(tmp_path: Path) -> N
 
 def test_candidates_are_ordered_from_the_newest_and_incomplete_ones_are_not_readable(tmp_path: Path) -> None:
     for number in (1, 2, 10):
-        make(tmp_path / retention.name_of(number), a="1")
+        make(tmp_path / name_of(number), a="1")
     (tmp_path / "checkpoint_10" / "a").unlink()
     found = list(loading.open_newest(tmp_path, Consensus(), ALONE, 1.0))
     assert [source.folder.name for source in found] == ["checkpoint_10", "checkpoint_2", "checkpoint_1"]

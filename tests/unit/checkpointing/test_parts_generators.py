@@ -11,7 +11,7 @@ import torch
 
 from accelerate import rng
 from accelerate.base import CheckpointError
-from accelerate.checkpointing import capture_generators, check_generators, rank_parts, seed_of
+from accelerate.checkpointing import capture_generators, check_generators, items, seed_of
 
 
 def restore(states: Any) -> None:
@@ -72,6 +72,6 @@ def test_each_rank_gets_a_seed_derived_from_the_states_of_rank_0() -> None:
 def test_the_state_of_this_device_or_the_first_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     first, second = torch.tensor([1]), torch.tensor([2])
-    assert rank_parts._of_this_device([first, second]) is second
-    assert rank_parts._of_this_device([first]) is first
-    assert rank_parts._of_this_device(first) is first
+    assert items._of_this_device([first, second]) is second
+    assert items._of_this_device([first]) is first
+    assert items._of_this_device(first) is first

@@ -11,11 +11,12 @@ from unittest.mock import MagicMock
 import pytest
 
 from accelerate.checkpointing import Manifest, checkpoints_below, manifest, retention, seal
+from accelerate.checkpointing.folder import name_of
 
 
 def make(parent: Path, *numbers: int, complete: bool = True) -> None:
     for number in numbers:
-        path = parent / retention.name_of(number)
+        path = parent / name_of(number)
         path.mkdir()
         if complete:
             Manifest({}, world_size=1, iteration=number).write(path)
@@ -224,7 +225,7 @@ def test_a_folder_that_cannot_be_read_is_named(
 
 
 def test_a_changed_byte_is_a_fault_where_checksums_are_compared(tmp_path: Path) -> None:
-    path = tmp_path / retention.name_of(1)
+    path = tmp_path / name_of(1)
     path.mkdir()
     (path / "optimizer.bin").write_text("state")
     Manifest({"optimizer.bin": seal(path, "optimizer.bin")}, world_size=1).write(path)

@@ -22,6 +22,7 @@ from accelerate.checkpointing import (
     saving,
     temporary,
 )
+from accelerate.checkpointing.folder import name_of
 from accelerate.state import Consensus, services
 from accelerate.weights import read_torch
 
@@ -143,7 +144,7 @@ def test_old_checkpoints_are_removed_after_the_new_one_is_complete(
 ) -> None:
     Accelerator(cpu=True)
     for number in (0, 1):
-        save(tmp_path / retention.name_of(number), keep=1)
+        save(tmp_path / name_of(number), keep=1)
     assert os.listdir(tmp_path) == ["checkpoint_1"]
 
     def refuse(path: Path) -> None:
