@@ -30,7 +30,14 @@ from accelerate.precision import RECIPES, Precision, PrecisionRequest, resolve_p
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import Topology
 from accelerate.strategies.batches import arguments_of, loss_of
-from accelerate.strategies.dtensors import clip_values, gradient_norm, groups_of, is_sharded, scale_down
+from accelerate.strategies.dtensors import (
+    clip_values,
+    gradient_norm,
+    groups_of,
+    has_dtensors,
+    is_sharded,
+    scale_down,
+)
 from accelerate.strategies.layer import Layer, entered
 from accelerate.strategies.request import Context
 from accelerate.strategies.session import (
@@ -424,25 +431,22 @@ def _divides_models(strategy: Strategy) -> bool:
 
 
 _gradient_of = attrgetter("grad")  # `map` with it runs no bytecode for each parameter
-_PLAIN_KINDS: set[type] = {Tensor, nn.Parameter, type(None)}
 
 
 def _any_distributed(parameters: Sequence[Tensor]) -> bool:
     """Returns whether a parameter or gradient is a DTensor, which torch does not clip with plain tensors."""
-    kinds = {*map(type, parameters), *map(type, map(_gradient_of, parameters))}
-    return any(hasattr(kind, "full_tensor") for kind in kinds - _PLAIN_KINDS)
+    return has_dtensors(parameters) or has_dtensors(map(_gradient_of, parameters))
 
 
 def refuse_sharded_model(model: nn.Module, fix: str) -> None:
     """Raises an error for a model that is sharded already, with the name of the first sharded module."""
     for name, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
-        parameters = list(module.parameters(recurse=False))
         if "FullyShardedDataParallel" in kinds:
             how = "wrapped by FullyShardedDataParallel"
         elif "FSDPModule" in kinds:
             how = "sharded by fully_shard"
-        elif any(map(is_dtensor, parameters)):
+        elif has_dtensors(module.parameters(recurse=False)):
             how = "distributed over a device mesh: its parameters are DTensors"
         else:
             continue

@@ -155,6 +155,10 @@ _NO_FORWARD = (
 )
 
 
+def _version_of(gradient: Tensor | None) -> int:
+    return 0 if gradient is None else torch_private.in_place_version(gradient)
+
+
 class LateReduction:
     """Average of gradients that the reducer of a replica does not average, after a backward pass.
 
@@ -192,7 +196,7 @@ class LateReduction:
         """Returns a few parameters with their gradients before a backward pass."""
         unfrozen = list(filter(_requires_grad, self._frozen))
         ends = (several[index] for several in (self._managed, unfrozen) if several for index in (0, -1))
-        return [(p, p.grad, *torch_private.in_place_versions([p.grad])) for p in ends]
+        return [(p, p.grad, _version_of(p.grad)) for p in ends]
 
     def complete(self, before: Sequence[tuple[nn.Parameter, Tensor | None, int]]) -> None:
         """Averages gradients that the backward pass has changed and the reducer has not averaged.
@@ -200,8 +204,7 @@ class LateReduction:
         Called on all ranks.
         """
         is_unchanged = all(
-            p.grad is gradient and torch_private.in_place_versions([gradient]) == [version]
-            for p, gradient, version in before
+            p.grad is gradient and _version_of(gradient) == version for p, gradient, version in before
         )
         mode: Any = self.replica.require_forward_param_sync
         if is_unchanged or mode is False or torch_private.is_joining(self.replica):

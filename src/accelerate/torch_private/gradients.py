@@ -15,19 +15,14 @@ comm_hooks: Callable[[Any], Sequence[Any]] = attrgetter("_comm_hooks")
 """Communication hooks of a DistributedDataParallel module, which torch registers but does not list."""
 
 
-def is_joining(replica: nn.Module) -> bool:
-    """Returns whether a replica is inside of torch's Join, which has no public attribute for it."""
-    config = getattr(replica, "_join_config", None)
-    return config is not None and bool(config.enable)
-
+is_joining: Callable[[nn.Module], bool] = attrgetter("_join_config.enable")
+"""Whether a replica is inside of torch's Join, which has no public attribute for it."""
 
 ddp_statistics: Callable[[Any], Any] = methodcaller("_get_ddp_logging_data")
 """Log of the reducer of DistributedDataParallel, which is the only source of the order of gradients."""
 
-
-def in_place_version(tensor: Tensor) -> int:
-    """Returns how often a tensor was changed in place."""
-    return tensor._version
+in_place_version: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was changed in place."""
 
 
 def in_place_versions(tensors: Sequence[Tensor | None]) -> list[int]:

@@ -26,6 +26,7 @@ from accelerate.strategies.dtensors.shards import (
     MAIN as MAIN,
     distribute_like as distribute_like,
     empty_model as empty_model,
+    has_dtensors as has_dtensors,
     is_sharded as is_sharded,
     parameter_like as parameter_like,
     place_unsharded as place_unsharded,

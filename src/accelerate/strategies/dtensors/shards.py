@@ -84,10 +84,18 @@ def send_from_main(model: nn.Module, device: torch.device) -> None:
     _replace_tensors(model, receive)
 
 
+_PLAIN_KINDS: set[type] = {Tensor, nn.Parameter, type(None)}
+
+
+def has_dtensors(values: Iterable[Tensor | None]) -> bool:
+    """Returns whether some of many tensors are DTensors, from the few classes that they have."""
+    return any(hasattr(kind, "full_tensor") for kind in set(map(type, values)) - _PLAIN_KINDS)
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Returns whether a model has units of FSDP 2, or parameters that are DTensors."""
     is_unit = any(hasattr(module, "set_requires_gradient_sync") for module in model.modules())
-    return is_unit or any(map(is_dtensor, model.parameters()))
+    return is_unit or has_dtensors(model.parameters())
 
 
 def place_unsharded(model: nn.Module, device: torch.device) -> None:
