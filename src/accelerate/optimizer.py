@@ -316,17 +316,21 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             closure = self._wrap_closure(closure)
         elif held is not None:
             self._complete()
-        run, own, num_updates = self._run, self._observers, self.num_updates
+        run, num_updates = self._run, self.num_updates
         run.before_step(self)
         try:
-            if own.all:
-                own.before_step(self)
-            result = self._step(closure)
-            if own.all and self.num_updates != num_updates:
-                own.after_update(self)
-            return result
+            return self._observed_step(closure) if self._observers.all else self._step(closure)
         finally:
             run.after_step(self, self.num_updates - num_updates)
+
+    def _observed_step(self, closure: Callable[[], Any] | None) -> Any:
+        """Steps between the calls of the observers of this optimizer."""
+        observers, num_updates = self._observers, self.num_updates
+        observers.before_step(self)
+        result = self._step(closure)
+        if self.num_updates != num_updates:
+            observers.after_update(self)
+        return result
 
     def _wrap_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Returns a closure that ends the window, and returns the mean loss over all ranks."""
@@ -374,31 +378,42 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return result
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        if closure is not None and (self.conditions or self.skips_nonfinite):
-            reason = "the optimizer may call it several times, and a step is taken or skipped after one call"
-            fix = "Leave out --replicas and skip_nonfinite_updates, or use another optimizer"
-            closure = partial(_identity, self._call_once(closure, reason, fix))
-        for is_taken in self.conditions:
-            if not is_taken():
-                self._is_overflow, self.gradients_unscaled = True, False
-                if self.scaler is not None:
-                    torch_private.reset_unscaled(self.scaler)
-                return None
         self._is_overflow = False
+        if self.conditions or self.skips_nonfinite:
+            if closure is not None:
+                reason = (
+                    "the optimizer may call it several times, and a step is taken or skipped after one call"
+                )
+                fix = "Leave out --replicas and skip_nonfinite_updates, or use another optimizer"
+                closure = partial(_identity, self._call_once(closure, reason, fix))
+            if not self._meets_conditions():
+                return None
         if self.steps_in_backward:
             self.num_updates += 1
             return None
         if self.scaler is not None:
             return self._scaled_step(closure)
-        if self.skips_nonfinite and self._must_skip():
-            self._is_overflow = True
-            return None
         step = self.optimizer.step
         for wrapper in self.step_wrappers:
             step = partial(wrapper, step)
         result = step() if closure is None else step(closure)  # some optimizers take no closure
         self.num_updates += 1
         return result
+
+    def _meets_conditions(self) -> bool:
+        """Returns whether a step is taken, and records that otherwise.
+
+        A scaler skips gradients that are not finite by itself.
+        """
+        for is_taken in self.conditions:
+            if not is_taken():
+                self._is_overflow, self.gradients_unscaled = True, False
+                if self.scaler is not None:
+                    torch_private.reset_unscaled(self.scaler)
+                return False
+        is_plain = self.scaler is None and not self.steps_in_backward
+        self._is_overflow = is_plain and self.skips_nonfinite and self._must_skip()
+        return not self._is_overflow
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         scaler: torch.amp.GradScaler = self.scaler  # type: ignore[assignment]

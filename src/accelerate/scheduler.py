@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -22,9 +21,8 @@ ROUNDING = 1e-6
 """Largest relative difference of two learning rates that are regarded as equal."""
 
 # `map` with an attrgetter runs no bytecode for each optimizer.
-_progress = attrgetter("num_updates", "last_pass", "step_was_skipped")
-_transposed = partial(zip, strict=True)
-_NO_OPTIMIZERS: list[tuple[Any, ...]] = [(), (), ()]
+_updates = attrgetter("num_updates")
+_pass_and_skip = attrgetter("last_pass", "step_was_skipped")
 
 StepPolicy = Literal["per_update"] | bool
 """Policy of steps.
@@ -131,16 +129,9 @@ class AcceleratedScheduler:
         self.num_processes: int = AcceleratorState().num_processes
         self.total_steps: int | None = getattr(scheduler, "total_steps", None)
         self.updates_at_call: Sequence[int] = ()
-        self._passes_at_call: Sequence[int] = ()
+        self._passes_at_call: list[tuple[int, bool]] = []
         self.record_call()
         self._end_warning = _ScheduleEndWarning()
-
-    @property
-    def steps_per_update(self) -> int:
-        """Number of steps of the inner scheduler for one update of the parameters."""
-        if self.split_batches or self.step_with_optimizer == "per_update":
-            return 1
-        return self.num_processes
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Steps the inner scheduler if the optimizers have updated parameters.
@@ -152,20 +143,29 @@ class AcceleratedScheduler:
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
-        updates, passes, skipped = list(_transposed(*map(_progress, self.optimizers))) or _NO_OPTIMIZERS
-        steps = self.steps_per_update
-        is_due = self.gradient_state.sync_gradients
-        if passes != self._passes_at_call or sum(updates) > sum(self.updates_at_call) + 1 or True in skipped:
+        is_split = self.split_batches or self.step_with_optimizer == "per_update"
+        steps, is_due = 1 if is_split else self.num_processes, self.gradient_state.sync_gradients
+        updates, passes = list(map(_updates, self.optimizers)), list(map(_pass_and_skip, self.optimizers))
+        if passes != self._passes_at_call or sum(updates) > sum(self.updates_at_call) + 1:
+            skipped = [was_skipped for _, was_skipped in passes]
             if self._is_by_epoch(skipped):
                 steps, is_due = 1, True
             elif True in skipped:
                 is_due = False
-        self.updates_at_call, self._passes_at_call = updates, passes
+            self._passes_at_call = [(number, False) for number, _ in passes]
+        self.updates_at_call = updates
         if (args or kwargs) and any(value is not None for value in (*args, *kwargs.values())):
             self.scheduler.step(*args, **kwargs)
             return
         if not is_due:
             return
+        if steps == 1 and self.total_steps is None:
+            self.scheduler.step(*args, **kwargs)
+        else:
+            self._step_several(steps, *args, **kwargs)
+
+    def _step_several(self, steps: int, *args: Any, **kwargs: Any) -> None:
+        """Steps the inner scheduler several times, but not after the end of a schedule of a fixed length."""
         if steps > 1:
             self._end_warning.check(self.scheduler, self.optimizers, steps)
         for _ in range(steps):
@@ -180,7 +180,7 @@ class AcceleratedScheduler:
             updates: The numbers in a checkpoint. By default they are those of this moment.
         """
         self.updates_at_call = updates or [optimizer.num_updates for optimizer in self.optimizers]
-        self._passes_at_call = tuple(optimizer.last_pass for optimizer in self.optimizers)
+        self._passes_at_call = [(optimizer.last_pass, False) for optimizer in self.optimizers]
 
     def _is_by_epoch(self, skipped: Sequence[bool]) -> bool:
         """Returns whether the optimizers have stepped more than once since the last call, or in a whole pass.
@@ -191,7 +191,7 @@ class AcceleratedScheduler:
         """
         fewest, has_ended = 0, False  # steps of the optimizers that have any, and whether a pass has ended
         calls = zip(self.optimizers, skipped, self.updates_at_call, self._passes_at_call, strict=False)
-        for optimizer, was_skipped, updates, number in calls:
+        for optimizer, was_skipped, updates, (number, _) in calls:
             steps = optimizer.num_updates - updates
             if steps:
                 steps += was_skipped  # an update, and then one that was skipped

@@ -7,9 +7,9 @@ from one optimizer step to the next.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, NoReturn
@@ -39,14 +39,29 @@ class MicroBatches:
         position: Number of micro-batches in the current window, 0 after its last one.
         num_steps: Number of micro-batches of the current window, unless the loader ends before.
         items: Weighting of the losses of the current window if items are counted.
-        driver: Loader that ends the last window of its pass.
+        driver: Finds the loader that ends the last window of its pass. None while no loader is read.
     """
 
     step: int = 0
     position: int = 0
     num_steps: int = 1
     items: ItemWeighting | None = None
-    driver: DrivingLoader = field(default_factory=partial(DrivingLoader, prefers_unfinished=True))
+    driver: DrivingLoader | None = None
+
+    @property
+    def loader(self) -> Any:
+        """The loader that drives the loop, or None if no loader is read."""
+        return None if self.driver is None else self.driver.loader
+
+    def ends_pass(self, gradients: GradientState) -> bool:
+        """Returns whether this micro-batch, for which loaders are read, ends a window with their pass."""
+        self.driver = self.driver or DrivingLoader(prefers_unfinished=True)
+        ends_pass = self.driver.begin_micro_batch(gradients.open_loaders())
+        if not gradients.sync_with_dataloader:
+            return False
+        if self.driver.is_uncertain and self.num_steps > 1:
+            _warn_of_uncertain()
+        return ends_pass
 
 
 class Accumulation:
@@ -84,7 +99,7 @@ class Accumulation:
         self.weighting: LossWeighting | None = None
         self.is_joined = False
         self._step = 0  # as set by the user or by a checkpoint
-        self._sets: dict[Hashable, MicroBatches] = {}
+        self._sets: dict[tuple[nn.Module, ...], MicroBatches] = {}
         self.trained: dict[tuple[nn.Module, ...], list[AcceleratedOptimizer]] = {}
         self._undivided: UndividedSteps | None = None  # created with the first loss that is divided
         self._watch: weakref.finalize[..., Any] | None = None  # of the first window of several micro-batches
@@ -116,11 +131,7 @@ class Accumulation:
             self.groups.check_use("num_items", num_items)
         if self.is_driven:
             return sync_context(self, self.gradients.sync_gradients, models)
-        key = models if len(models) < 2 else frozenset(models)
-        current = self._sets.get(key)
-        if current is None:
-            current = self._sets[key] = MicroBatches(self._step, self._step % self.gradients.num_steps)
-        self.current = current
+        current = self.current = self._sets.get(models) or self._set_of(models)
         if num_items is not None or current.items is not None or self.weighting is not None:
             self._check_items(current, num_items)
             if num_items is not None:
@@ -128,34 +139,32 @@ class Accumulation:
             self.weighting = None
         return _SYNCHRONIZED if self.advance(current, models) else sync_context(self, False, models)
 
+    def _set_of(self, models: tuple[nn.Module, ...]) -> MicroBatches:
+        """Returns the position of models, which may have been passed in another order before."""
+        same = (known for others, known in self._sets.items() if set(others) == set(models))
+        begun = next(same, None) or MicroBatches(self._step, self._step % self.gradients.num_steps)
+        self._sets[models] = begun
+        return begun
+
     def advance(self, current: MicroBatches, models: Sequence[nn.Module]) -> bool:
         """Begins a micro-batch of models, and returns whether it synchronizes gradients."""
         gradients = self.gradients
-        options, loaders = gradients.plugin_kwargs, gradients.only_pass != 0 and gradients.open_loaders()
-        ends_pass = current.driver.begin_micro_batch(loaders or ())
-        part = self.step_part() if "global_batch_size" in options else None
-        is_first = current.position == 0
-        if is_first:
+        options, ends_pass = gradients.plugin_kwargs, False
+        if is_first := current.position == 0:
             current.num_steps = options.get("num_steps", 1)
-        if (
-            loaders
-            and current.driver.is_uncertain
-            and gradients.sync_with_dataloader
-            and current.num_steps > 1
-        ):
-            _warn_of_uncertain()
-        current.position += 1
-        if part is not None:
-            is_last = part.is_last
-            current.step = 0 if is_last else current.step + 1
-        elif ends_pass and gradients.sync_with_dataloader:
+        if gradients.only_pass != 0:
+            ends_pass = current.ends_pass(gradients)
+        else:
+            current.driver = None
+        if "global_batch_size" in options and (part := self.step_part()) is not None:
+            is_last, current.step = part.is_last, 0 if part.is_last else current.step + 1
+        elif ends_pass:
             is_last, current.step = True, 0
         else:
-            is_last = current.position >= current.num_steps
+            is_last = current.position + 1 >= current.num_steps
             current.step += 1
-        if is_last:
-            current.position = 0
-        gradients._set_sync_gradients(is_last)
+        current.position = 0 if is_last else current.position + 1
+        gradients.sync_gradients = is_last
         if not (is_first and is_last) or (self.trained and self.has_held):
             self.begin_window(models, is_first=is_first, is_last=is_last)
         return is_last
@@ -229,7 +238,7 @@ class Accumulation:
         size = self.gradients.global_batch_size
         if size is None:
             return None
-        driver = None if self.current is None else self.current.driver.loader
+        driver = None if self.current is None else self.current.loader
         is_read = any(driver is loader for loader in self.gradients.dataloader_references[1:])
         loader = driver if is_read else self.gradients.active_dataloader
         part: data_loader.StepPart | None = getattr(loader, "step_part", None)

@@ -584,14 +584,15 @@ class Accelerator(ProcessControl):
         runtime, accumulation = self._runtime, self._accumulation
         observers = runtime.observers
         observers.loss_computed(loss)
-        learning_rate = kwargs.pop("learning_rate", None) if kwargs else None
         if accumulation.trained:
             accumulation.begin_backward()
         if not kwargs or kwargs.pop("scale_wrt_gas", None) is not False:
             loss = accumulation.scale(loss)
         if runtime.prepared.stepping_in_backward:
-            self._step_in_backward(loss, learning_rate, kwargs)
+            self._step_in_backward(loss, **kwargs)
             return
+        if kwargs:
+            kwargs.pop("learning_rate", None)
         observers.before_backward(loss, kwargs)
         runtime.strategy.backward(loss, **kwargs)
         observers.after_backward()
@@ -599,7 +600,7 @@ class Accelerator(ProcessControl):
             accumulation.end_backward()
 
     def _step_in_backward(
-        self, loss: torch.Tensor, learning_rate: float | None, kwargs: dict[str, Any]
+        self, loss: torch.Tensor, learning_rate: float | None = None, **kwargs: Any
     ) -> None:
         """Runs the backward pass of an optimizer that updates parameters in it."""
         if kwargs:

@@ -31,7 +31,7 @@ DATA, MOVING, FORWARD, BACKWARD, COLLECTIVES, OPTIMIZER, SAVING, REST = range(le
 _BEFORE = len(PHASES)
 """Phase before the first batch or backward pass, which belongs to no step."""
 OTHER_THREAD = -1
-"""Result of `switch` in a thread other than the training thread."""
+"""Phase of a thread other than the training thread, which has none."""
 _KEEPS_COLLECTIVES = (DATA, MOVING, SAVING)
 """Phases that include their collectives, such as sending batches and waiting for the saves of other ranks."""
 
@@ -234,47 +234,48 @@ class StepClock:
         """Part of the recent steps in which the device waited for the host, or 0 if that is not known."""
         return self._device.idle if self._device is not None else 0.0
 
-    def switch(self, phase: int, *event: object) -> int:
-        """Begins a phase, and returns the previous one for `resume`.
+    def switch(self, phase: int, *event: object) -> bool:
+        """Begins a phase, and returns whether this is the training thread.
 
         Args:
             *event: Arguments of the event at which it begins, which have no effect.
         """
         if get_ident() != self.owner:
-            return OTHER_THREAD
+            return False
         now = perf_counter()
-        before = self.current
-        self._seconds[before] += now - self.since
+        self._seconds[self.current] += now - self.since
         self.since = now
         self.current = phase
         if self._device is not None:
             self._device.mark(phase, now)
-        return before
+        return True
 
     def resume(self, phase: int) -> None:
-        """Continues a phase that `switch` returned."""
+        """Continues the phase before a collective, which `wait_for_ranks` returned."""
         if phase != OTHER_THREAD:
             self.switch(phase)
 
     @contextmanager
     def phase(self, phase: int) -> Iterator[None]:
         """Returns a context in which a phase is current."""
-        before = self.switch(phase)
+        before = self.current
+        is_switched = self.switch(phase)
         try:
             yield
         finally:
-            self.resume(before)
+            if is_switched:
+                self.switch(before)
 
     def pass_begun(self, loader: Any) -> None:
         """Begins a pass over a loader, in which the first batch of each worker is no wait."""
-        if self.switch(DATA) != OTHER_THREAD:
+        if self.switch(DATA):
             self._num_first_batches = max(loader.num_workers, 1)
             self._data_read = self._seconds[DATA]
         self._passes.setdefault(id(loader), []).append((self.since, self.steps, self._waits))
 
     def batch_read(self, samples: int) -> None:
         """Begins the forward pass of a batch of so many samples."""
-        if self.switch(FORWARD) == OTHER_THREAD:
+        if not self.switch(FORWARD):
             return
         self.samples += samples
         if self._device is not None:
@@ -299,7 +300,7 @@ class StepClock:
         if open_passes:
             self._passes[id(loader)] = open_passes
         read_before = self._seconds[DATA]
-        if self.switch(REST) == OTHER_THREAD:
+        if not self.switch(REST):
             return
         self._no_wait += self._seconds[DATA] - read_before  # no batch was left
         if self.steps == steps:
@@ -307,9 +308,13 @@ class StepClock:
             self._no_wait += self._waits - waits
 
     def wait_for_ranks(self) -> int:
-        """Begins a collective, which belongs to the current phase if that is data or saving."""
-        phase = self.current
-        return self.switch(phase if phase in _KEEPS_COLLECTIVES else COLLECTIVES)
+        """Begins a collective, and returns the phase before for `resume`.
+
+        A collective belongs to the current phase if that is data or saving.
+        """
+        before = self.current
+        is_switched = self.switch(before if before in _KEEPS_COLLECTIVES else COLLECTIVES)
+        return before if is_switched else OTHER_THREAD
 
     def end_gradients(self) -> None:
         """Ends the gradients of a backward pass, which waits for other ranks from now on.
@@ -332,16 +337,16 @@ class StepClock:
         Args:
             updates: Number of updates of the parameters, which is 0 if the step was skipped or has failed.
         """
-        is_owner = self.switch(REST) != OTHER_THREAD
+        is_owner = self.switch(REST)
         if not updates:
             self.num_skipped += 1
             return
-        steps = 1
-        if id(optimizer) != self._leader or self._followers or not is_owner:
-            steps = self._count_steps(id(optimizer), optimizer.num_updates, is_owner=is_owner)
-            if not steps:
-                return
-        self.steps += steps
+        if id(optimizer) == self._leader and is_owner and not self._followers:
+            self.steps += 1
+        elif steps := self._count_steps(id(optimizer), optimizer.num_updates, is_owner=is_owner):
+            self.steps += steps
+        else:
+            return
         if self._device is not None:
             self._device.read()
         if self.since >= self._due:
@@ -406,7 +411,7 @@ class StepClock:
 
     def _catch_up(self) -> None:
         """Adds the time of the current phase until now, and the finished work of the device."""
-        if self.switch(self.current) != OTHER_THREAD and self._device is not None:
+        if self.switch(self.current) and self._device is not None:
             self._device.read()
 
     def _read(self) -> StepTimes:

@@ -53,6 +53,7 @@ class GradientAverage:
     def clear(self, parameters: Parameters) -> None:
         """Ends the step of parameters, whose next gradients are not averaged yet."""
         self._averaged.difference_update(map(id, parameters))
+        self.gradients.is_xla_gradients_synced = False
 
 
 class XlaOptimizer(AcceleratedOptimizer):
