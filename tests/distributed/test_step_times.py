@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.debug import CommDebugMode
 
 from accelerate import Accelerator
-from accelerate.accelerator.measured import local_scalar
+from accelerate.accelerator.accumulation import local_scalar
 
 
 def train_with_a_slow_rank() -> dict[str, float]:

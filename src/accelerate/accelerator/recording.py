@@ -24,7 +24,7 @@ import psutil
 import torch
 
 from accelerate import diagnostics, strategies, torch_private
-from accelerate.accelerator.measured import local_scalar
+from accelerate.accelerator.accumulation import local_scalar
 from accelerate.base import DistributedType
 from accelerate.launch import SCRIPT, count_of, is_run_id, new_run_id, run_id_of
 from accelerate.monitoring import (

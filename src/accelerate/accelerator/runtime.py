@@ -16,7 +16,7 @@ from torch import nn
 
 from accelerate import accelerator, checkpointing, diagnostics, plugins, recovery, strategies, torch_private
 from accelerate.accelerator import recording
-from accelerate.accelerator.measured import GradientExchanges, StepValues
+from accelerate.accelerator.accumulation import GradientExchanges, StepValues
 from accelerate.base import environ, wrong_value
 from accelerate.logging import get_logger
 from accelerate.recovery import ReplicaGroups

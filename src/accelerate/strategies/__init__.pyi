@@ -24,7 +24,6 @@ from accelerate.strategies.fsdp import (
 )
 from accelerate.strategies.isolation import check_isolation as check_isolation
 from accelerate.strategies.layer import Layer as Layer
-from accelerate.strategies.matrix_states import owners_of as owners_of
 from accelerate.strategies.module_state import ModuleState as ModuleState, SavedBuffer as SavedBuffer
 from accelerate.strategies.recomputation import (
     choose_for_step as choose_for_step,
@@ -53,3 +52,4 @@ from accelerate.strategies.session import (
     mark_prepared as mark_prepared,
     parameter_ids as parameter_ids,
 )
+from accelerate.strategies.state import owners_of as owners_of

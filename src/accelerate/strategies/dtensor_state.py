@@ -21,8 +21,15 @@ from accelerate.checkpointing import (
 )
 from accelerate.ops import to_full_tensor
 from accelerate.strategies.dtensors import distribute_like, whole_tensor
-from accelerate.strategies.matrix_states import gather_owned_states, local_states, owned_states
-from accelerate.strategies.state import Fill, GatheredOptimizer, StrategyState, WholeWeights
+from accelerate.strategies.state import (
+    Fill,
+    GatheredOptimizer,
+    StrategyState,
+    WholeWeights,
+    gather_owned_states,
+    local_states,
+    owned_states,
+)
 
 
 class GatheredState(StrategyState):

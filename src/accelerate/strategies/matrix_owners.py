@@ -23,8 +23,8 @@ from accelerate.logging import get_logger
 from accelerate.ops import current_transport, is_dtensor, local_tensor
 from accelerate.strategies.layer import Layer, WeakStrategy
 from accelerate.strategies.matrix_plan import LocalBox, Matrix, by_dtype, plan_owners
-from accelerate.strategies.matrix_states import Owners, owners_of
 from accelerate.strategies.session import WHOLE_MATRICES, needs_whole_matrices
+from accelerate.strategies.state import Owners, owners_of
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer

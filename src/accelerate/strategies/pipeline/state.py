@@ -29,10 +29,9 @@ from accelerate.checkpointing import (
 )
 from accelerate.strategies.dtensor_state import GatheredState
 from accelerate.strategies.dtensors import distribute_like, named_parameters, whole_tensor
-from accelerate.strategies.matrix_states import local_states, owned_states
 from accelerate.strategies.pipeline.runner import Pipeline
 from accelerate.strategies.pipeline.weights import whole_weights
-from accelerate.strategies.state import Fill, WholeWeights
+from accelerate.strategies.state import Fill, WholeWeights, local_states, owned_states
 
 if TYPE_CHECKING:
     import torch
