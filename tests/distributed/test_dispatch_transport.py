@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate.data_loader import dispatch_transport, prepare_data_loader
+from accelerate.data_loader import dispatch_transport, memory_pools, prepare_data_loader
 from accelerate.state import PartialState
 
 Run = Callable[..., list[Any]]
@@ -37,7 +37,7 @@ LARGE_SIZES = [3, 300_000, 2_000_000, 300_000, 7, 2_000_000, 5_000_000, 300_000]
 def read_large(shares: bool) -> list[tuple[bool, list[Any], bool]]:
     """Batches of very different size, all kept until the end, in two passes of which the first breaks off."""
     if not shares:
-        dispatch_transport.process_home = lambda: f"machine {PartialState().process_index}"  # type: ignore[assignment]
+        memory_pools.process_home = lambda: f"machine {PartialState().process_index}"  # type: ignore[assignment]
     samples = [
         {"x": torch.arange(size) * (place + 1), "y": torch.full((5,), place)}
         for place, size in enumerate(np.repeat(LARGE_SIZES, 3).tolist())

@@ -25,15 +25,12 @@ from accelerate.data_loader.constant_batches import StepPart as StepPart, StepPl
 from accelerate.data_loader.dispatch_transport import (
     BatchChannel as BatchChannel,
     BatchSender as BatchSender,
-    MemoryPool as MemoryPool,
     PackedPart as PackedPart,
     ReaderFailure as ReaderFailure,
     ReceivedBatch as ReceivedBatch,
     SharedMemoryCollate as SharedMemoryCollate,
-    SharedMemoryPool as SharedMemoryPool,
     pack as pack,
     receive_batches as receive_batches,
-    share_memory as share_memory,
     unpack as unpack,
 )
 from accelerate.data_loader.dispatcher import DataLoaderDispatcher as DataLoaderDispatcher
@@ -56,6 +53,11 @@ from accelerate.data_loader.late_start import (
 from accelerate.data_loader.loaders import (
     DataLoaderShard as DataLoaderShard,
     wrapper_for_xla as wrapper_for_xla,
+)
+from accelerate.data_loader.memory_pools import (
+    MemoryPool as MemoryPool,
+    SharedMemoryPool as SharedMemoryPool,
+    share_memory as share_memory,
 )
 from accelerate.data_loader.native_sharding import (
     is_the_same_everywhere as is_the_same_everywhere,

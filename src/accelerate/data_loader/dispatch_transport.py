@@ -8,26 +8,19 @@ block, and only if they have changed since the last message.
 
 from __future__ import annotations
 
-import mmap
-import os
 import pickle
-import sys
-import threading
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import cycle
 from typing import Any, NamedTuple
-from weakref import finalize
 
 import torch
 from torch import Tensor
 
 from accelerate import torch_private
-from accelerate.base import process_home
 from accelerate.data_loader.global_batches import GlobalBatch
 from accelerate.data_loader.last_batch import Counts
+from accelerate.data_loader.memory_pools import MemoryPool, SharedMemoryPool, share_memory
 from accelerate.devices import of_device
 from accelerate.nested import TensorInformation, is_tensor_information, recursively_apply
 from accelerate.ops import ALIGNMENT, Transport, cached_layout, views_of
@@ -38,9 +31,6 @@ AHEAD = 16 * 1024 * 1024
 """Bytes that a receiver may not have copied yet when rank 0 sends more to it."""
 HEADER = 4
 """Number of integers in the header of a message."""
-_PAGE = 2 * 1024 * 1024
-_KEPT = 6
-"""Number of unused private slots of one size that are kept."""
 _SAME_SPECS, _NEW_SPECS, _FAILED = range(3)
 _LENGTH_BYTES = 8
 """Size of the length of the specs, which is stored before them."""
@@ -335,81 +325,6 @@ def _in_memory(memory: SharedMemoryPool, chunks: Sequence[Tensor], size: int) ->
     return block
 
 
-class MemoryPool:
-    """Pool of private memory that is used again when no tensor uses it.
-
-    To map new memory takes longer than a copy.
-
-    Each slot of the pool is a mapping of its own. A fork has a copy of it.
-    """
-
-    kept: int | None = _KEPT
-    """Number of unused slots of one size that are kept; None for all."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, deque[mmap.mmap]] = {}  # by their size
-
-    def take(self, size: int) -> Tensor:
-        """Returns a tensor of bytes that no other tensor uses."""
-        room = max(_PAGE, 1 << (size - 1).bit_length())  # pages that are not written use no memory
-        free = self._free.setdefault(room, deque(maxlen=self.kept))
-        try:
-            slot = free.pop()
-        except IndexError:
-            slot = self._map(room)
-        owner = memoryview(slot)  # exists as long as the tensor and its views
-        finalize(owner, free.append, slot).atexit = False
-        return torch.frombuffer(owner, dtype=torch.uint8, count=size)
-
-    def _map(self, room: int) -> mmap.mmap:
-        if sys.platform != "win32":  # Windows has no forks
-            return mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        else:  # noqa: RET505 - types are checked on each system
-            return mmap.mmap(-1, room)
-
-
-class SharedMemoryPool(MemoryPool):
-    """Pool of shared memory without a name, which is freed when the last process that has it open ends.
-
-    Rank 0 takes slots, and keeps those that other ranks still read. They find a slot by its start in the
-    memory file, which is closed with this object.
-    """
-
-    kept = None
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__()
-        self._descriptor = descriptor
-        self._size = 0  # of all slots, in bytes
-        self._starts: dict[int, int] = {}  # start in the file by the address of the slot
-        self._lock = threading.Lock()
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-        finalize(self, os.close, descriptor)
-
-    def find(self, tensor: Any) -> int | None:
-        """Returns the start of the memory of a tensor in the file, or None if the tensor is not in a slot."""
-        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
-            return None
-        address = tensor.untyped_storage().data_ptr()
-        start = self._starts.get(address)
-        return None if start is None else start + tensor.data_ptr() - address
-
-    def view(self, start: int, size: int) -> Tensor:
-        """Returns a view of bytes of the file."""
-        if start + size > len(self._bytes):
-            self._bytes = torch.frombuffer(mmap.mmap(self._descriptor, 0), dtype=torch.uint8)
-        return self._bytes[start : start + size]
-
-    def _map(self, room: int) -> mmap.mmap:
-        with self._lock:  # a thread that reads ahead takes slots, too
-            start, self._size = self._size, self._size + room
-            if os.fstat(self._descriptor).st_size < self._size:
-                os.ftruncate(self._descriptor, 2 * self._size)  # so that the other ranks seldom map it again
-            slot = mmap.mmap(self._descriptor, room, offset=start)
-            self._starts[torch.frombuffer(slot, dtype=torch.uint8).data_ptr()] = start
-            return slot
-
-
 class SharedMemoryCollate:
     """Torch's default collate function, which stacks large tensors in the memory of a channel.
 
@@ -449,32 +364,3 @@ def _is_like(tensor: Tensor, first: Tensor) -> bool:
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return False
     return tensor.dtype == first.dtype and tensor.shape == first.shape and tensor.is_contiguous()
-
-
-def share_memory(transport: Transport) -> SharedMemoryPool | None:
-    """Opens memory that all ranks share.
-
-    Called on all ranks.
-
-    Returns:
-        The memory; None on all ranks if one of them cannot open it, because it is on another node, in another
-        container, on another system than Linux, or lacks the permission.
-    """
-    is_own = transport.rank == 0
-    offer = transport.broadcast_object(_offer() if is_own else None, 0)
-    descriptor: int | None = None
-    if is_own and offer is not None:
-        descriptor = offer[2]
-    elif offer is not None and offer[0] == process_home():
-        with suppress(OSError):  # another user, hidden processes: all blocks are sent over the transport
-            descriptor = os.open(f"/proc/{offer[1]}/fd/{offer[2]}", os.O_RDWR)
-    memory = None if descriptor is None else SharedMemoryPool(descriptor)
-    return memory if all(transport.gather_object(memory is not None)) else None
-
-
-def _offer() -> tuple[str, int, int] | None:
-    """Returns the node, process and descriptor by which other processes open a new memory file of rank 0."""
-    home = process_home()
-    if home is None or not hasattr(os, "memfd_create"):
-        return None
-    return home, os.getpid(), os.memfd_create("accelerate-batches")

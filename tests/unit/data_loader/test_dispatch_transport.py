@@ -15,6 +15,7 @@ from accelerate.data_loader import (
     MemoryPool,
     SharedMemoryPool,
     dispatch_transport,
+    memory_pools,
     share_memory,
 )
 from accelerate.ops import Transport
@@ -105,7 +106,7 @@ def test_few_private_slots_are_kept() -> None:
     slots = MemoryPool()
     taken = [slots.take(PAGE) for _ in range(20)]
     del taken
-    assert [len(free) for free in slots._free.values()] == [dispatch_transport._KEPT]
+    assert [len(free) for free in slots._free.values()] == [memory_pools._KEPT]
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -138,7 +139,7 @@ def test_the_file_is_closed_with_the_memory() -> None:
 
 
 def test_an_offer_of_shared_memory_is_accepted_on_its_machine_only() -> None:
-    offer = dispatch_transport._offer()
+    offer = memory_pools._offer()
     assert offer is not None
     assert share_memory(FakeTransport(offer)) is not None
     assert share_memory(FakeTransport(("another kernel", *offer[1:]))) is None
@@ -148,7 +149,7 @@ def test_an_offer_of_shared_memory_is_accepted_on_its_machine_only() -> None:
 
 
 def test_shared_memory_is_used_only_if_all_ranks_have_it() -> None:
-    offer = dispatch_transport._offer()
+    offer = memory_pools._offer()
     assert offer is not None
     assert share_memory(FakeTransport(offer, others_have_it=False)) is None
     os.close(offer[2])
@@ -156,7 +157,7 @@ def test_shared_memory_is_used_only_if_all_ranks_have_it() -> None:
 
 def test_a_system_without_files_in_memory_makes_no_offer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    assert dispatch_transport._offer() is None
+    assert memory_pools._offer() is None
 
 
 def test_blocks_of_devices_never_share_memory_of_the_host() -> None:
