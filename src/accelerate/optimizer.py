@@ -316,12 +316,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             closure = self._wrap_closure(closure)
         elif held is not None:
             self._complete()
-        run, num_updates = self._run, self.num_updates
-        run.before_step(self)
+        num_updates = self.num_updates
+        self._run.before_step(self)
         try:
             return self._observed_step(closure) if self._observers.all else self._step(closure)
         finally:
-            run.after_step(self, self.num_updates - num_updates)
+            self._run.after_step(self, self.num_updates - num_updates)
 
     def _observed_step(self, closure: Callable[[], Any] | None) -> Any:
         """Steps between the calls of the observers of this optimizer."""

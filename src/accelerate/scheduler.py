@@ -143,8 +143,9 @@ class AcceleratedScheduler:
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
-        is_split = self.split_batches or self.step_with_optimizer == "per_update"
-        steps, is_due = 1 if is_split else self.num_processes, self.gradient_state.sync_gradients
+        steps, is_due = self.num_processes, self.gradient_state.sync_gradients
+        if self.split_batches or self.step_with_optimizer == "per_update":
+            steps = 1
         updates, passes = list(map(_updates, self.optimizers)), list(map(_pass_and_skip, self.optimizers))
         if passes != self._passes_at_call or sum(updates) > sum(self.updates_at_call) + 1:
             skipped = [was_skipped for _, was_skipped in passes]

@@ -129,12 +129,18 @@ class Accumulation:
             models: Models whose gradients are not synchronized before the last micro-batch, or none.
             num_items: Number of items on this rank, or None for equal weights.
         """
-        if num_items is not None:
-            self.groups.check_use("num_items", num_items)
         if self.is_driven:
+            if num_items is not None:
+                self.groups.check_use("num_items", num_items)
             return sync_context(self, self.gradients.sync_gradients, models)
-        current = self.current = self._sets.get(models) or self._set_of(models)
+        try:
+            current = self._sets[models]
+        except KeyError:
+            current = self._set_of(models)
+        self.current = current
         if num_items is not None or current.items is not None or self.weighting is not None:
+            if num_items is not None:
+                self.groups.check_use("num_items", num_items)
             self._check_items(current, num_items)
             if num_items is not None:
                 return self._accumulate_items(current, models, num_items)

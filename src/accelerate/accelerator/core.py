@@ -586,21 +586,38 @@ class Accelerator(ProcessControl):
         observers.loss_computed(loss)
         if accumulation.trained:
             accumulation.begin_backward()
-        if not kwargs or kwargs.pop("scale_wrt_gas", None) is not False:
-            loss = accumulation.scale(loss)
-        if runtime.prepared.stepping_in_backward:
-            self._step_in_backward(loss, **kwargs)
+        if kwargs or runtime.prepared.stepping_in_backward:
+            self._backward_with(loss, **kwargs)
             return
-        if kwargs:
-            kwargs.pop("learning_rate", None)
+        loss = accumulation.scale(loss)
         observers.before_backward(loss, kwargs)
-        runtime.strategy.backward(loss, **kwargs)
+        runtime.strategy.backward(loss)
         observers.after_backward()
         if accumulation.trained:
             accumulation.end_backward()
 
+    def _backward_with(
+        self,
+        loss: torch.Tensor,
+        learning_rate: float | None = None,
+        scale_wrt_gas: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Runs a backward pass with options, or that of an optimizer that updates parameters in it."""
+        runtime, accumulation = self._runtime, self._accumulation
+        if scale_wrt_gas is not False:
+            loss = accumulation.scale(loss)
+        if runtime.prepared.stepping_in_backward:
+            self._step_in_backward(loss, learning_rate, kwargs)
+            return
+        runtime.observers.before_backward(loss, kwargs)
+        runtime.strategy.backward(loss, **kwargs)
+        runtime.observers.after_backward()
+        if accumulation.trained:
+            accumulation.end_backward()
+
     def _step_in_backward(
-        self, loss: torch.Tensor, learning_rate: float | None = None, **kwargs: Any
+        self, loss: torch.Tensor, learning_rate: float | None, kwargs: dict[str, Any]
     ) -> None:
         """Runs the backward pass of an optimizer that updates parameters in it."""
         if kwargs:

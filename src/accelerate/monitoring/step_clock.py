@@ -219,6 +219,7 @@ class StepClock:
         """Continues with the number of the optimizer that steps next, as after a load."""
         self._leader = 0  # id of the optimizer whose updates are counted as steps
         self._followers: set[int] = set()  # ids of other optimizers that have stepped since the leader
+        self._stepping_alone = 0  # id of the leader while there are no followers
 
     def follow_device(self, events: TimedEvents | None) -> None:
         """Measures a device by its events from now on, or only the host if there are none."""
@@ -341,7 +342,7 @@ class StepClock:
         if not updates:
             self.num_skipped += 1
             return
-        if id(optimizer) == self._leader and is_owner and not self._followers:
+        if id(optimizer) == self._stepping_alone and is_owner:
             self.steps += 1
         elif steps := self._count_steps(id(optimizer), optimizer.num_updates, is_owner=is_owner):
             self.steps += steps
@@ -368,11 +369,12 @@ class StepClock:
             return 0
         if optimizer != self._leader and self._leader and optimizer not in self._followers:
             self._followers.add(optimizer)
+            self._stepping_alone = 0
             return 0
         steps = 2 if self._leader not in (0, optimizer) else 1
         if not self._leader:
             self._steps_before = number - 1 - self.steps
-        self._leader = optimizer
+        self._leader = self._stepping_alone = optimizer
         self._followers.clear()
         if not is_owner:
             self.owner = get_ident()

@@ -31,6 +31,7 @@ from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import Topology
 from accelerate.strategies.batches import arguments_of, loss_of
 from accelerate.strategies.dtensors import (
+    PLAIN_KINDS,
     clip_values,
     gradient_norm,
     groups_of,
@@ -435,7 +436,8 @@ _gradient_of = attrgetter("grad")  # `map` with it runs no bytecode for each par
 
 def _any_distributed(parameters: Sequence[Tensor]) -> bool:
     """Returns whether a parameter or gradient is a DTensor, which torch does not clip with plain tensors."""
-    return has_dtensors(parameters) or has_dtensors(map(_gradient_of, parameters))
+    tensors = [*parameters, *map(_gradient_of, parameters)]
+    return not PLAIN_KINDS.issuperset(map(type, tensors)) and has_dtensors(tensors)
 
 
 def refuse_sharded_model(model: nn.Module, fix: str) -> None:

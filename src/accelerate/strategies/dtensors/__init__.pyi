@@ -24,6 +24,7 @@ from accelerate.strategies.dtensors.optimizers import (
 )
 from accelerate.strategies.dtensors.shards import (
     MAIN as MAIN,
+    PLAIN_KINDS as PLAIN_KINDS,
     distribute_like as distribute_like,
     empty_model as empty_model,
     has_dtensors as has_dtensors,

@@ -84,12 +84,13 @@ def send_from_main(model: nn.Module, device: torch.device) -> None:
     _replace_tensors(model, receive)
 
 
-_PLAIN_KINDS: set[type] = {Tensor, nn.Parameter, type(None)}
+PLAIN_KINDS: frozenset[type] = frozenset((Tensor, nn.Parameter, type(None)))
+"""Classes of tensors that are not distributed, and that of a missing gradient."""
 
 
 def has_dtensors(values: Iterable[Tensor | None]) -> bool:
     """Returns whether some of many tensors are DTensors, from the few classes that they have."""
-    return any(hasattr(kind, "full_tensor") for kind in set(map(type, values)) - _PLAIN_KINDS)
+    return any(hasattr(kind, "full_tensor") for kind in set(map(type, values)) - PLAIN_KINDS)
 
 
 def is_sharded(model: nn.Module) -> bool:
