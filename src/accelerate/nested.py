@@ -285,9 +285,8 @@ def ignorant_find_batch_size(data: Any) -> int | None:
     """Returns the batch size of a structure, or None when it has none."""
     # The usual structures are searched without a generator, because this is called for each batch.
     first = data[0] if type(data) is list and data else data
-    if type(first) is not torch.Tensor:
-        while type(first) in _PLAIN and first:
-            first = next(iter(first.values())) if type(first) is dict else first[0]
+    while type(first) is not torch.Tensor and type(first) in _PLAIN and first:
+        first = next(iter(first.values())) if type(first) is dict else first[0]
     if type(first) is torch.Tensor and (shape := first.shape):
         return shape[0]
     return next((int(tensor.size(0)) for tensor in iterate_tensors(data) if tensor.ndim), None)

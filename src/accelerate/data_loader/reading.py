@@ -88,28 +88,29 @@ def yield_batches(
     parts = padding_record if isinstance(padding_record, StepRecord) else None
     full: int | None = None
     move: Callable[[Any], Any] | None = None
-    observers, is_first = run_observers(), True
+    observers, known = run_observers(), _END  # rows of the batch before
     observers.pass_begun(loader)
     try:
         for batch in batches:
             rows, is_last = ignorant_find_batch_size(batch), mark.is_last
-            loader.batch_rows = rows
-            if is_unsharded and rows is not None:
-                if full is None:
-                    full = full_rows(loader.nominal_rows, rows, is_only=is_last)
-                loader.valid_counts = (rows,) if rows < full else None
-            elif padding_record:
-                loader.valid_counts = in_samples(padding_record.get(number), loader, batch)
-            if is_first:
-                is_first = False
-                if loader.full_rows is None:
-                    loader.full_rows = rows
-                if not is_last and loader.valid_counts is None and loader.has_fixed_batches:
-                    loader.rows_per_sample = rows_per_sample(rows, loader.nominal_rows)
-                move = None if choose is None else choose(batch)
-            if is_last:
-                loader.end_of_dataloader = True
-                loader.remainder = last_remainder(loader)
+            if rows != known or is_last or padding_record:  # others are like the batch before
+                loader.batch_rows = rows
+                if is_unsharded and rows is not None:
+                    if full is None:
+                        full = full_rows(loader.nominal_rows, rows, is_only=is_last)
+                    loader.valid_counts = (rows,) if rows < full else None
+                elif padding_record:
+                    loader.valid_counts = in_samples(padding_record.get(number), loader, batch)
+                if known is _END:
+                    if loader.full_rows is None:
+                        loader.full_rows = rows
+                    if not is_last and loader.valid_counts is None and loader.has_fixed_batches:
+                        loader.rows_per_sample = rows_per_sample(rows, loader.nominal_rows)
+                    move = None if choose is None else choose(batch)
+                known = rows
+                if is_last:
+                    loader.end_of_dataloader = True
+                    loader.remainder = last_remainder(loader)
             if parts is None:
                 position = tracker.position.after_batch(batches_per_step, is_last, tracker.read_states)
             else:
