@@ -1,5 +1,6 @@
 from accelerate.weights.files import (
     TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS,
+    PinnedBuffers as PinnedBuffers,
     clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
     is_extra as is_extra,
     load as load,
@@ -9,6 +10,7 @@ from accelerate.weights.files import (
     refused_globals as refused_globals,
     refused_values as refused_values,
     save as save,
+    stream_module as stream_module,
     write_safetensors as write_safetensors,
     write_torch as write_torch,
     write_whole_tensors as write_whole_tensors,
@@ -47,7 +49,6 @@ from accelerate.weights.opened import (
     WeightFile as WeightFile,
     open_weights as open_weights,
 )
-from accelerate.weights.pinned import PinnedBuffers as PinnedBuffers, stream_module as stream_module
 from accelerate.weights.placement import (
     INT4 as INT4,
     INT8 as INT8,
