@@ -284,12 +284,19 @@ def find_batch_size(data: object) -> int:
 def ignorant_find_batch_size(data: Any) -> int | None:
     """Returns the batch size of a structure, or None when it has none."""
     # The usual structures are searched without a generator, because this is called for each batch.
-    first = data[0] if type(data) is list and data else data
-    while type(first) is not torch.Tensor and type(first) in _PLAIN and first:
-        first = next(iter(first.values())) if type(first) is dict else first[0]
-    if type(first) is torch.Tensor and (shape := first.shape):
+    first: torch.Tensor | None = data[0] if type(data) is list and data else data
+    if type(first) is not torch.Tensor:
+        first = _first_tensor(first)
+    if first is not None and (shape := first.shape):
         return shape[0]
     return next((int(tensor.size(0)) for tensor in iterate_tensors(data) if tensor.ndim), None)
+
+
+def _first_tensor(data: Any) -> torch.Tensor | None:
+    """Returns the first leaf of plain lists, tuples and dictionaries if it is a plain tensor."""
+    while type(data) in _PLAIN and data:
+        data = next(iter(data.values())) if type(data) is dict else data[0]
+    return data if type(data) is torch.Tensor else None
 
 
 def listify(data: object) -> Any:
