@@ -1,6 +1,7 @@
 """Stateful objects of a run as data, from which checkpoints and copies in memory are made.
 
-The parts of objects that each rank has are here: random number generators and the position in the data.
+Here are also the parts of objects that each rank has, random number generators and the position in the data,
+and the part of a model or an optimizer that is saved in shards or in one file.
 
 `accelerator/state_items.py` lists the items of a run. Checkpoints and the fast tier use their parts. Replica
 groups, and ranks that train separately, use `capture` and `apply`.
@@ -20,12 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from accelerate import rng
-from accelerate.base import RNG_STATE_NAME, SAMPLER_NAME, CheckpointError
+from accelerate.base import FSDP_MODEL_NAME, OPTIMIZER_NAME, RNG_STATE_NAME, SAMPLER_NAME, CheckpointError
+from accelerate.checkpointing import shard_index
 from accelerate.checkpointing.changes import Change, Stage, no_change
 from accelerate.checkpointing.compatibility import GROUPS, PARAMETERS, STATE
 from accelerate.checkpointing.local_shards import LocalShards, copy_shards, to_local_shards, to_tensor
 from accelerate.checkpointing.manifest import checksum_of
 from accelerate.checkpointing.parts import CheckpointReader, Part, Payload, map_like, number, write_state
+from accelerate.checkpointing.sharded import MODEL, OPTIMIZER, ShardedState, plan_shards, read_shards
 from accelerate.data_loader import resume
 from accelerate.logging import get_logger
 from accelerate.nested import recursively_apply
@@ -318,3 +321,36 @@ def _check_position(state: Any, stream: object) -> None:
     drawn = [*state["generators"], *at_start]
     if not all(isinstance(state, Tensor) and state.dtype == torch.uint8 for state in drawn):
         raise CheckpointError("it holds states of random generators that are none")
+
+
+# Models and optimizers in shards or in one file
+
+FOLDERS = {MODEL: FSDP_MODEL_NAME, OPTIMIZER: OPTIMIZER_NAME}
+
+
+def folder_of(root: str, index: int) -> str:
+    """Returns the name of the folder of shards of a model or an optimizer."""
+    return f"{FOLDERS[root]}_{index}"
+
+
+@dataclass(frozen=True)
+class ShardsOrFilePart(Part):
+    """Model or optimizer that is loaded from shards or from one file, depending on the checkpoint."""
+
+    folder: str
+    make_sharded: Callable[[], ShardedState]
+    whole: Part
+
+    def collect(self, writes_common: bool = True) -> list[Payload]:
+        return self.whole.collect(writes_common)
+
+    def read(self, reader: CheckpointReader) -> Change:
+        if not reader.has(f"{self.folder}/{shard_index.NAME}"):
+            return self.whole.read(reader)
+        return read_shards(self.folder, self.make_sharded(), reader)
+
+    def files_of_rank(self, reader: CheckpointReader) -> set[str]:
+        if not reader.has(f"{self.folder}/{shard_index.NAME}"):
+            return set()
+        reader.plans[self.folder] = plan = plan_shards(self.folder, self.make_sharded(), reader)
+        return {f"{self.folder}/{name}" for name in plan.items}

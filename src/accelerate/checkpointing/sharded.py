@@ -7,7 +7,7 @@ rank communicates. The classes here are for plain and distributed tensors. Those
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from accelerate.base import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, listed
+from accelerate.base import FSDP_MODEL_NAME, CheckpointError, listed
 from accelerate.checkpointing import shard_index
 from accelerate.checkpointing.changes import Change, Stage, fill_states, fill_weights
 from accelerate.checkpointing.compatibility import (
@@ -31,7 +31,7 @@ from accelerate.checkpointing.compatibility import (
     parameter_numbers,
 )
 from accelerate.checkpointing.local_shards import LocalShards, PlainValue, single_shard, target_of, to_tensor
-from accelerate.checkpointing.parts import CheckpointReader, Part, Payload, fill
+from accelerate.checkpointing.parts import CheckpointReader, fill
 from accelerate.checkpointing.shard_index import KeyPath, ShardIndex
 from accelerate.checkpointing.state_layouts import (
     LAYOUTS,
@@ -45,12 +45,6 @@ UNNAMED = "unnamed"
 """Second key of the paths of states that belong to no parameter."""
 MODEL, OPTIMIZER = "model", "optimizer"
 """First keys of the paths in states of models and optimizers."""
-FOLDERS = {MODEL: FSDP_MODEL_NAME, OPTIMIZER: OPTIMIZER_NAME}
-
-
-def folder_of(root: str, index: int) -> str:
-    """Returns the name of the folder of shards of a model or an optimizer."""
-    return f"{FOLDERS[root]}_{index}"
 
 
 class ShardedState(Protocol):
@@ -70,29 +64,6 @@ class ShardedState(Protocol):
 
 
 @dataclass(frozen=True)
-class ShardsOrFilePart(Part):
-    """Model or optimizer that is loaded from shards or from one file, depending on the checkpoint."""
-
-    folder: str
-    make_sharded: Callable[[], ShardedState]
-    whole: Part
-
-    def collect(self, writes_common: bool = True) -> list[Payload]:
-        return self.whole.collect(writes_common)
-
-    def read(self, reader: CheckpointReader) -> Change:
-        if not reader.has(f"{self.folder}/{shard_index.NAME}"):
-            return self.whole.read(reader)
-        return read_shards(self.folder, self.make_sharded(), reader)
-
-    def files_of_rank(self, reader: CheckpointReader) -> set[str]:
-        if not reader.has(f"{self.folder}/{shard_index.NAME}"):
-            return set()
-        reader.plans[self.folder] = plan = _plan(self.folder, self.make_sharded(), reader)
-        return {f"{self.folder}/{name}" for name in plan.items}
-
-
-@dataclass(frozen=True)
 class ShardPlan:
     """Items that this rank reads from a folder of shards, and the object that loads them."""
 
@@ -102,7 +73,8 @@ class ShardPlan:
     items: Mapping[str, Sequence[Any]]  # by file
 
 
-def _plan(folder: str, sharded: ShardedState, reader: CheckpointReader) -> ShardPlan:
+def plan_shards(folder: str, sharded: ShardedState, reader: CheckpointReader) -> ShardPlan:
+    """Returns the items that this rank reads from a folder of shards."""
     from accelerate.checkpointing import shard_files  # imports DCP, which takes most of a second
 
     trusted = reader.load_kwargs.get("weights_only") is False
@@ -116,7 +88,7 @@ def read_shards(folder: str, sharded: ShardedState, reader: CheckpointReader) ->
     """Reads the shards that this rank needs, and returns the change of the object."""
     from accelerate.checkpointing import shard_files  # imports DCP, which takes most of a second
 
-    plan: ShardPlan = reader.plans.get(folder) or _plan(folder, sharded, reader)
+    plan: ShardPlan = reader.plans.get(folder) or plan_shards(folder, sharded, reader)
     values = shard_files.read(plan.index, plan.targets, reader.load_kwargs, reader.map_file, plan.items)
     return plan.sharded.plan(values, reader)
 
