@@ -171,9 +171,11 @@ class Accumulation:
         else:
             is_last = current.position + 1 >= current.num_steps
             current.step += 1
-        current.position = 0 if is_last else current.position + 1
         gradients.sync_gradients = is_last
-        if not (is_first and is_last) or (self.trained and self.has_held):
+        if is_first and is_last and not self.trained:  # no gradients are held
+            return True
+        current.position = 0 if is_last else current.position + 1
+        if not (is_first and is_last) or self.has_held:
             self.begin_window(models, is_first=is_first, is_last=is_last)
         return is_last
 
