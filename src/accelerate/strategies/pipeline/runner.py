@@ -1,4 +1,4 @@
-"""Batches of a pipeline: their micro-batches, losses and outputs."""
+"""Batches of a pipeline, with their micro-batches, losses and outputs."""
 
 from __future__ import annotations
 
