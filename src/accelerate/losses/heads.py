@@ -22,8 +22,8 @@ from accelerate.parallelism_config import AXES, MeshAxis
 Result = TypeVar("Result")
 Unit: TypeAlias = tuple[nn.Module, nn.Module]
 """Module whose forward gathers weights, and the module whose forward it calls then."""
-KNOWN_HOOKS = ("torch.", "accelerate.")
-"""Beginnings of the names of Python modules whose forward hooks on a head do not change its outputs."""
+KNOWN_HOOKS = ("torch.distributed.", "accelerate.")
+"""Beginnings of the names of Python modules whose hooks on a head do not change its logits and gradients."""
 OTHER_AXES = tuple(name for name in AXES if name != MeshAxis.TP.value)
 """Names of the dimensions of a mesh that shard no layers, with which names of flattened dimensions begin."""
 FIX = "Call lm_loss in the forward of the model, whose parameters are whole there"
@@ -181,11 +181,11 @@ def _checked(layer: nn.Module) -> nn.Module:
 
 
 def _check_hooks(module: nn.Module) -> None:
-    """Raises an error for hooks that may change the outputs of a module whose forward is not called."""
-    hooks = (getattr(hook, "func", hook) for hook in torch_private.forward_hooks(module))
+    """Raises an error for hooks of a module that is not called, which may change weights or gradients."""
+    hooks = (getattr(hook, "func", hook) for hook in torch_private.hooks_of(module))
     names = {str(getattr(hook, "__module__", type(hook).__module__)) for hook in hooks}
     if others := [name for name in names if not f"{name}.".startswith(KNOWN_HOOKS)]:
-        raise _not_linear(module, f"it has a forward hook of {others[0]}, which lm_loss does not call")
+        raise _not_linear(module, f"it has a hook of {others[0]}, which lm_loss does not call")
 
 
 def _not_linear(head: object, reason: str) -> ValueError:

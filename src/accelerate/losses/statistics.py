@@ -99,7 +99,8 @@ class _Statistics(torch.autograd.Function):
             target += torch.where(is_here, logits.gather(1, position).squeeze(1), 0)
             if vocabulary.sums_logits:
                 total += logits.sum(1)
-            peak = logits.amax(1)
+            # A slice may have no finite logits, as entries whose bias is minus infinity.
+            peak = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)
             log_sum = logits.sub_(peak[:, None]).exp_().sum(1).log_().add_(peak)
             del logits
             largest = torch.logaddexp(largest, log_sum)

@@ -116,9 +116,10 @@ def num_forward_hooks(module: nn.Module) -> int:
     return len(module._forward_hooks) + len(module._forward_pre_hooks)
 
 
-def forward_hooks(module: nn.Module) -> list[Any]:
-    """Returns the hooks before and after the forward of a module, which torch registers but does not list."""
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Returns the hooks of the forward and of the backward pass of a module, which torch does not list."""
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return [hook for name in names for hook in getattr(module, name).values()]
 
 
 def call_forward_hooks(

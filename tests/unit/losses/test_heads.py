@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
 from accelerate.base import ConfigurationError
@@ -65,10 +67,24 @@ def test_a_tensor_that_is_no_matrix_is_an_error() -> None:
         lm_loss(torch.zeros(6, FEATURES), torch.zeros(FEATURES), LABELS, shift=False)
 
 
-def test_a_forward_hook_that_would_not_run_is_an_error() -> None:
+HOOKS: dict[str, tuple[Callable[[nn.Linear], object], str]] = {
+    "forward": (lambda head: head.register_forward_hook(lambda module, args, output: output.tanh()), "tests"),
+    "backward": (
+        lambda head: head.register_full_backward_hook(lambda module, given, by: (2 * given[0],)),
+        "tests",
+    ),
+    "before backward": (lambda head: head.register_full_backward_pre_hook(lambda module, by: by), "tests"),
+    "pruned": (lambda head: prune.l1_unstructured(head, "weight", 0.5), "torch.nn.utils.prune"),
+    "normalized": (nn.utils.spectral_norm, "torch.nn.utils.spectral_norm"),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_that_would_not_run_is_an_error(name: str) -> None:
     head = nn.Linear(FEATURES, VOCABULARY)
-    head.register_forward_hook(lambda module, args, output: output.tanh())
-    with pytest.raises(ConfigurationError, match="forward hook of tests"):
+    register, module = HOOKS[name]
+    register(head)
+    with pytest.raises(ConfigurationError, match=f"a hook of {module}"):
         lm_loss(torch.zeros(6, FEATURES), head, LABELS, shift=False)
 
 
@@ -101,7 +117,7 @@ def test_lora_on_the_head_trains_its_adapters(peft: Any, bias: bool) -> None:
     model.disable_adapter_layers()
     compare(head, head, [])
     head.register_forward_hook(lambda module, args, output: output.tanh())
-    with pytest.raises(ConfigurationError, match="forward hook of tests"):
+    with pytest.raises(ConfigurationError, match="a hook of tests"):
         lm_loss(torch.zeros(6, FEATURES), head, LABELS, shift=False)
 
 

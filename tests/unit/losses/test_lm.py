@@ -116,6 +116,13 @@ def test_no_tokens_have_a_sum_of_zero(accelerator: Accelerator) -> None:
     assert not any(gradient.any() for gradient in gradients_of(list(head.parameters()), loss))
 
 
+def test_entries_of_a_bias_of_minus_infinity_have_no_probability(accelerator: Accelerator) -> None:
+    head, hidden = nn.Linear(FEATURES, VOCABULARY), torch.randn(4, FEATURES, requires_grad=True)
+    with torch.no_grad():
+        head.bias[30:] = -torch.inf  # three whole slices
+    compare(accelerator, hidden, head, torch.tensor([[3, 0, 29, -100]]).flatten(), shift=False, slice_size=6)
+
+
 def test_an_index_of_the_vocabulary_can_be_ignored(accelerator: Accelerator) -> None:
     head, hidden = nn.Linear(FEATURES, VOCABULARY), torch.randn(4, FEATURES)
     labels = torch.tensor([0, 3, 0, 7])
