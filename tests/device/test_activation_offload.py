@@ -59,6 +59,24 @@ def test_gradients_are_those_of_recomputation(program: str, late: str) -> None:
         assert same(run_program(program, way, late=late), expected), way
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("way", ["plain", "keywords", "repeated"])
+def test_dropout_of_the_device_is_that_of_the_forward(
+    monkeypatch: pytest.MonkeyPatch, way: str, is_known: bool
+) -> None:
+    # With this name torch restores the generator of the device.
+    monkeypatch.setattr(sim, "_initialized", is_known, raising=False)
+    found = []
+    for handlers in ([], *([ActivationCheckpointing(offload=offload)] for offload in (False, True))):
+        AcceleratorState._reset_state(True)
+        model = Accelerator(kwargs_handlers=handlers).prepare(built(way))
+        torch.manual_seed(5)
+        PROGRAMS["take_step"](model, batches_of(HERE))
+        found.append(gradients_of(model))
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
 def use_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StreamCopy, "wait", lambda self: setattr(self, "_is_awaited", True))
 

@@ -260,17 +260,12 @@ class ActivationOffload:
         previous = self._last()
         if previous is not None:
             previous.release()
-        leaves, structure = torch_private.pytree.tree_flatten((args, kwargs))
-        positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        tensors = [leaves[position] for position in positions]
-        for position in positions:  # else the function keeps them
-            leaves[position] = None
-        again = partial(_call, function, leaves, structure, positions)
-        keywords = options([self._version_of(tensor) for tensor in tensors])
+        again, leaves = torch_private.flat_call(function, args, kwargs)
+        keywords = options([self._version_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)])
         inputs = BlockInputs(previous)
         self._last = ref(inputs)
         with saved_tensors_hooks(partial(self._pack, inputs), _unpack):
-            return checkpoint(again, *tensors, **keywords)
+            return checkpoint(again, *leaves, **keywords)
 
     def _version_of(self, tensor: Tensor) -> Tensor:
         """Returns a tensor with the version of an input that does not keep the memory of activations."""
@@ -316,16 +311,6 @@ def offload_to_host(model: nn.Module, device: torch.device) -> ActivationOffload
         reason = f"copies of the device {device.type} do not run in streams"
         raise wrong_value("offload", True, reason, "Leave it out")
     return ActivationOffload()
-
-
-def _call(
-    function: Function, leaves: list[Any], structure: Any, positions: list[int], *tensors: Tensor
-) -> Any:
-    """Calls a function with leaves of its arguments, of which some are replaced by tensors."""
-    replaced = dict(zip(positions, tensors, strict=True))
-    values = [replaced.get(position, leaf) for position, leaf in enumerate(leaves)]
-    args, kwargs = torch_private.pytree.tree_unflatten(values, structure)
-    return function(*args, **kwargs)
 
 
 def _no_inputs() -> None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, noop_context_fn
 
 from accelerate import planning, torch_private
 from accelerate.base import wrong_value
+from accelerate.devices import DeviceBackend, of_device
 from accelerate.nested import iterate_tensors
 from accelerate.plugins import ActivationCheckpointing
 from accelerate.strategies.module_state import MAX_COPIED, ModuleState
@@ -76,13 +77,16 @@ class RecomputedForward:
             return self.run(*args, **kwargs)
         if self.offload is not None:
             return self.offload.checkpoint(self.run, args, kwargs, self._options_with_state)
-        # A graph has no code before and after a recomputation, which only buffers need in it.
-        is_plain = torch.compiler.is_compiling() and next(self.module.buffers(), None) is None
-        options = self.options if is_plain else self._options_with_state((args, kwargs))
-        return checkpoint(self.run, *args, **options, **kwargs)
+        if torch.compiler.is_compiling():
+            # A graph has no code before and after a recomputation, which only buffers need in it.
+            is_plain = next(self.module.buffers(), None) is None
+            options = self.options if is_plain else self._options_with_state([])
+            return checkpoint(self.run, *args, **options, **kwargs)
+        again, leaves = torch_private.flat_call(self.run, args, kwargs)
+        return checkpoint(again, *leaves, **self._options_with_state(leaves))
 
-    def _options_with_state(self, inputs: object) -> dict[str, Any]:
-        versions = [] if torch.compiler.is_compiling() else _versions_of(inputs)
+    def _options_with_state(self, inputs: Sequence[object]) -> dict[str, Any]:
+        versions = _versions_of(inputs) if inputs else []
         context_fn = self.options.get("context_fn", noop_context_fn)
         contexts = partial(_contexts_with_state, self.module, context_fn, versions)
         return {**self.options, "context_fn": contexts}
@@ -101,10 +105,9 @@ class RecomputedForward:
             module.__dict__["forward"] = self.inner
 
 
-def _versions_of(inputs: object) -> list[tuple[Tensor, int]]:
-    """Returns the tensors in the inputs of a block, each with the number of its changes in place."""
-    leaves = torch_private.pytree.tree_leaves(inputs)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)]
+def _versions_of(inputs: Sequence[object]) -> list[tuple[Tensor, int]]:
+    """Returns the tensors among the inputs of a block, each with the number of its changes in place."""
+    tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)]
     return list(zip(tensors, torch_private.in_place_versions(tensors), strict=True))
 
 
@@ -161,16 +164,35 @@ class RestoredState:
     ) -> None:
         self._block, self._before, self._inner, self._versions = block, before, inner, versions
         self._current = before
+        self._device = _device_to_seed([tensor for tensor, _ in versions])
+        self._generator = torch.empty(0) if self._device is None else self._device.rng_state()
+        self._current_generator = self._generator
 
     def __enter__(self) -> None:
         _check_versions(self._block, self._versions)
         self._current = ModuleState(self._block)
         self._before.restore_copies()
+        if self._device is not None:
+            self._current_generator = self._device.rng_state()
+            self._device.set_rng_state(self._generator)
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._inner.__exit__(*error)
+        if self._device is not None:
+            self._device.set_rng_state(self._current_generator)
         self._current.restore_objects()
+
+
+def _device_to_seed(tensors: Iterable[Tensor]) -> DeviceBackend | None:
+    """Returns the device of tensors if torch does not repeat its random numbers in a recomputation."""
+    for tensor in tensors:
+        if tensor.is_meta or torch_private.is_fake(tensor):
+            continue
+        device = of_device(tensor.device)
+        if not (device.is_host or torch_private.repeats_random_numbers(device.torch_module())):
+            return device
+    return None
 
 
 def _contexts(save_operators: Any) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,6 +32,31 @@ def memory_recorder(memory: object) -> Any:
     The documentation uses its private name.
     """
     return getattr(memory, "_record_memory_history", None)
+
+
+def flat_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """Returns a function of the leaves of arguments in its place, and the leaves for this call.
+
+    `torch.utils.checkpoint` restores generators of the devices of positional tensors only. The leaves are
+    those of now if a list or dict among the arguments changes later.
+    """
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+
+    def call(*leaves: Any) -> Any:
+        args, kwargs = pytree.tree_unflatten(list(leaves), structure)
+        return function(*args, **kwargs)
+
+    return call, leaves
+
+
+def repeats_random_numbers(module: object) -> bool:
+    """Returns whether `torch.utils.checkpoint` restores the generators of a device, by its torch module.
+
+    It does so for modules with this name, which torch.mps and documented extensions lack.
+    """
+    return bool(getattr(module, "_initialized", False))
 
 
 @contextmanager
