@@ -35,6 +35,24 @@ LAYOUTS = [
     ("experts", f"--num_processes 2 {AXES}_ep_size 2"),
     *(("plain", f"--num_processes 2 --use_deepspeed --zero_stage {stage}") for stage in (1, 2, 3)),
 ]
+SHARDED = {
+    "sp": f"--num_processes 2 {AXES}_sp_size 2 --parallelism_config_sp_backend torch",
+    "cp": f"--num_processes 2 {AXES}_cp_size 2",
+}
+LONG = [
+    ("loss_in_the_forward", "--num_processes 2"),
+    ("loss_in_the_forward", SHARDED["sp"]),
+    ("loss_of_shards", SHARDED["sp"]),
+    ("loss_of_shards", SHARDED["cp"]),
+    ("packed_documents", f"--num_processes 2 --use_fsdp --fsdp_version 2 {WRAP}"),
+    ("packed_documents", SHARDED["sp"]),
+]
+LONG_FAULTS = [
+    ("labels_are_shifted_on_each_rank", "sp"),
+    ("labels_are_those_of_another_rank", "cp"),
+    ("positions_begin_on_each_rank", "sp"),
+    ("the_loss_is_divided_by_the_number_of_ranks", "cp"),
+]
 EXAMPLES_FOLDER = FOLDER.parents[1] / "examples"
 EXAMPLES = [
     *("accumulation.py", "digits.py", "gpt.py"),
@@ -119,6 +137,24 @@ def test_right_layouts_have_no_difference(tmp_path: Path, name: str, flags: str)
     if "--use_deepspeed" in flags:
         pytest.importorskip("deepspeed")
     check_right(tmp_path, name, flags.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "flags"), LONG)
+def test_long_sequences_have_no_difference(tmp_path: Path, name: str, flags: str) -> None:
+    pytest.importorskip("transformers")
+    ended = verify(tmp_path, "long_sequences", name, ["--steps", "5", *flags.split()])
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
+    assert "trains what the reference trains" in ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "axis"), LONG_FAULTS)
+def test_faults_in_long_sequences_are_found(tmp_path: Path, name: str, axis: str) -> None:
+    ended = verify(tmp_path, "long_sequences", name, ["--steps", "5", *SHARDED[axis].split()])
+    assert ended.returncode == 1, ended.stdout[-2000:] + ended.stderr[-3000:]
+    finding = json.loads((tmp_path / "result.json").read_text())["findings"][0]
+    assert finding["what"] == "loss"
 
 
 @pytest.mark.slow
