@@ -8,8 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from accelerate.base import ConfigurationError, DistributedType, StateError, patch_environment
-from accelerate.plugins import DeepSpeedPlugin, HfDeepSpeedConfig, get_active_deepspeed_plugin
+from accelerate.base import ConfigurationError, DistributedType, StateError, packages, patch_environment
+from accelerate.plugins import (
+    DeepSpeedPlugin,
+    HfDeepSpeedConfig,
+    deepspeed_config as configs,
+    get_active_deepspeed_plugin,
+)
+from accelerate.plugins.deepspeed_config import config_to_build, register_with_transformers
 
 USUAL = {
     "gradient_accumulation_steps": "auto",
@@ -347,3 +353,54 @@ def test_layers_that_a_model_does_not_have_are_refused():
     with pytest.raises(ConfigurationError, match=r"names Experts.*Sequential"):
         plugin.set_moe_leaf_modules(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     DeepSpeedPlugin(zero_stage=3).set_moe_leaf_modules(torch.nn.Linear(2, 2))
+
+
+def test_variables_that_are_auto_count_as_not_set():
+    said = configs.read_variables({"ACCELERATE_GRADIENT_CLIPPING": "auto"})
+    assert said == {configs.FIELDS_OF_FILE: set()}
+
+
+def test_fields_of_the_users_file_are_a_set_of_names():
+    said = configs.read_variables({configs.FIELDS_OF_FILE: "zero_stage, gradient_clipping,"})
+    assert said[configs.FIELDS_OF_FILE] == {"zero_stage", "gradient_clipping"}
+
+
+def test_only_what_is_not_usual_is_added():
+    config = {"zero_optimization": {"stage": 3}}
+    configs.add_missing(config, {"gradient_clipping": 0.5, "zero_optimization.offload_param.device": "cpu"})
+    assert config == {
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+        "gradient_clipping": 0.5,
+    }
+    configs.add_missing(config, {"gradient_clipping": "auto", "zero_optimization.stage": 1})
+    assert config["zero_optimization"]["stage"] == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "found"), [("A, B,", ["A", "B"]), (["A ", "B"], ["A", "B"]), (None, []), ("", [])]
+)
+def test_names_are_split(names, found):
+    assert configs.split_names(names) == found
+
+
+def test_misspelt_keys_are_named():
+    with pytest.warns(UserWarning, match="'gradient_cliping', which may mean 'gradient_clipping'"):
+        configs.warn_of_typos({"gradient_cliping": 1.0, "zero_optimization": {}})
+    configs.warn_of_typos({"steps_per_print": 1, "zero_allow_untested_optimizer": True, "amp": {}})
+
+
+def test_a_configuration_is_made_complete_enough_to_build_a_model():
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    }
+    assert config_to_build(config) == {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+    given = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8}
+    assert config_to_build(given) == {"train_micro_batch_size_per_gpu": 8}
+
+
+def test_without_deepspeed_transformers_gets_no_configuration(monkeypatch):
+    monkeypatch.setattr(packages, "is_deepspeed_available", lambda: False)
+    assert register_with_transformers({}, True, None) is None

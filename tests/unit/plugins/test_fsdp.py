@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -19,10 +21,23 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 from accelerate import FullyShardedDataParallelPlugin
-from accelerate.base import ConfigurationError
+from accelerate.base import ConfigurationError, constants
+from accelerate.plugins import (
+    bind_policy,
+    find_units,
+    fsdp_versions as choices,
+    get_module_class_from_name,
+    read_policy,
+)
+from accelerate.plugins.checks import read_flag
+from accelerate.plugins.fsdp_versions import VERSIONS
 
 LAUNCHED = {
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
@@ -227,3 +242,134 @@ def test_offload_may_be_set_later() -> None:
     plugin.cpu_offload = OffloadPolicy()
     with pytest.raises(ConfigurationError, match="fsdp_version=1 takes"):
         plugin.validate_cpu_offload()
+
+
+@pytest.mark.parametrize(("value", "expected"), [("Yes", True), (True, True), ("0", False), (False, False)])
+def test_flags_are_read_from_text_and_booleans(value: Any, expected: bool) -> None:
+    assert read_flag("name", value) is expected
+
+
+def test_an_invalid_flag_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="name='maybe'"):
+        read_flag("name", "maybe")
+
+
+def test_objects_of_torch_are_returned_unchanged() -> None:
+    assert choices.read_strategy("name", ShardingStrategy.NO_SHARD) is ShardingStrategy.NO_SHARD
+    kind = StateDictType.FULL_STATE_DICT
+    assert choices.read_member("name", kind, "StateDictType", []) is kind
+    assert choices.read_dtype(torch.float16) is torch.float16
+    assert choices.read_prefetch(None) is None
+    assert choices.read_prefetch("no_prefetch") is None
+    assert choices.read_prefetch("backward_post") is BackwardPrefetch.BACKWARD_POST
+
+
+@pytest.mark.parametrize("number", ["0", "6", 6])
+def test_numbers_of_strategies_end(number: Any) -> None:
+    with pytest.raises(ConfigurationError, match="sharding_strategy"):
+        choices.read_strategy("sharding_strategy", number)
+
+
+def test_dtype_names_are_read_and_fp8_is_bfloat16() -> None:
+    assert choices.read_dtype("fp8") is torch.bfloat16
+    assert choices.read_dtype("FP32") is torch.float32
+    with pytest.raises(ConfigurationError, match="mixed_precision='int4'"):
+        choices.read_dtype("int4")
+
+
+def test_fields_of_policies() -> None:
+    fields = {"param_dtype": "bf16", "reduce_dtype": torch.float32, "cast_forward_inputs": False}
+    assert VERSIONS[2].policy_of_mapping(fields) == MixedPrecisionPolicy(
+        torch.bfloat16, torch.float32, None, cast_forward_inputs=False
+    )
+    assert VERSIONS[1].policy_of_mapping({"param_dtype": "bf16"}) == MixedPrecision(torch.bfloat16)
+    assert VERSIONS[1].policy_of_dtype(torch.float16, torch.float32) == MixedPrecision(
+        torch.float16, torch.float16, torch.float32
+    )
+
+
+def test_local_states_have_no_details() -> None:
+    assert choices.state_dict_configs("LOCAL_STATE_DICT") == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("names", "known"),
+    [
+        (choices.StrategyName, constants.FSDP_SHARDING_STRATEGY),
+        (choices.PrefetchName, constants.FSDP_BACKWARD_PREFETCH),
+        (choices.WrapPolicyName, constants.FSDP_AUTO_WRAP_POLICY),
+        (choices.StateDictName, constants.FSDP_STATE_DICT_TYPE),
+    ],
+)
+def test_type_checkers_accept_names_in_any_case(names: Any, known: list[str]) -> None:
+    assert set(get_args(names)) == {*known, *map(str.lower, known)}
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+
+class Outer(nn.Module):
+    _no_split_modules = ("Inner", "Absent")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([Inner(), Inner()])
+        self.head = nn.Linear(4, 2)
+
+
+def names(model: nn.Module, units: list[nn.Module]) -> list[str]:
+    known = {id(module): name for name, module in model.named_modules()}
+    return [known[id(unit)] for unit in units]
+
+
+def test_classes_by_name() -> None:
+    assert get_module_class_from_name(Outer(), "Inner") is Inner
+    assert get_module_class_from_name(Outer(), "Outer") is Outer
+    assert get_module_class_from_name(Outer(), "Absent") is None
+
+
+@pytest.mark.parametrize("layers", [["Inner"], None])
+def test_layers_to_wrap_are_those_of_the_user_or_the_model(layers: list[str] | None) -> None:
+    model = Outer()
+    policy = bind_policy(read_policy("TRANSFORMER_BASED_WRAP"), model, layers, None)
+    assert names(model, find_units(model, policy)) == ["inner.0", "inner.1"]
+
+
+def test_a_missing_layer_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="names Absent, and Outer has no .* Name some of Inner"):
+        bind_policy(read_policy("transformer_based_wrap"), Outer(), ["Absent"], None)
+
+
+def test_sizes() -> None:
+    model = Outer()
+    policy = bind_policy(read_policy("size_based_wrap"), model, None, 15)
+    assert names(model, find_units(model, policy)) == ["inner.0.linear", "inner.1.linear"]
+    assert bind_policy(size_based_auto_wrap_policy, model, None, 0) is None
+
+
+def test_no_policy_makes_no_units() -> None:
+    assert read_policy(None) is None
+    assert read_policy("NO_WRAP") is None
+    assert find_units(Outer(), None) == []
+
+
+def test_policies_of_users() -> None:
+    def only_heads(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return recurse or isinstance(module, nn.Linear) and nonwrapped_numel == 10
+
+    model = Outer()
+    assert names(model, find_units(model, only_heads)) == ["head"]
+    assert names(model, find_units(model, ModuleWrapPolicy({Inner}))) == ["inner.1", "inner.0"]
+    bound = partial(only_heads)
+    assert bind_policy(bound, model, ["Inner"], 3) is bound
+
+
+def test_a_module_in_two_places_is_one_unit() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    model.append(model[0])
+    policy = bind_policy(read_policy("size_based_wrap"), model, None, 5)
+    assert find_units(model, policy) == [model[0]]
+    assert all(isinstance(unit, torch.nn.Linear) for unit in find_units(model, policy))
