@@ -214,7 +214,6 @@ class Accumulation:
             self._watch()
 
     def end_backward(self) -> None:
-        """Ends a backward pass."""
         for optimizer in self.prepared.optimizers:
             if optimizer.held is not None:
                 optimizer.held.end_backward()

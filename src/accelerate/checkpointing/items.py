@@ -73,7 +73,6 @@ def object_item(kind: str, owner: Any, part: Part | None = None) -> StateItem:
 
 
 def optimizer_item(optimizer: AcceleratedOptimizer, part: Part | None = None) -> StateItem:
-    """Returns the item of a prepared optimizer."""
 
     def capture() -> Any:
         return take_shards(optimizer.optimizer.state_dict())
@@ -94,7 +93,6 @@ def optimizer_item(optimizer: AcceleratedOptimizer, part: Part | None = None) ->
 
 
 def model_item(model: nn.Module, part: Part | None = None) -> StateItem:
-    """Returns the item of a prepared model."""
 
     def capture() -> Any:
         def copy_buffer(value: Any) -> Any:  # the next forwards change it, while the state may still be sent

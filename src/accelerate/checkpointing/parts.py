@@ -79,7 +79,6 @@ class CheckpointReader:
         return self.names is None
 
     def has(self, name: str) -> bool:
-        """Returns whether the checkpoint has a file."""
         self.requested.add(name)
         return (self.names is None or name in self.names) and (self.folder / name).is_file()
 

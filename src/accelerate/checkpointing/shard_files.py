@@ -100,7 +100,6 @@ def payloads(folder: str, rank: int, state: State) -> list[Payload]:
 
 
 def _owned(rank: int, state: State) -> dict[KeyPath, LocalShards | PlainValue]:
-    """Returns the values that a rank saves."""
     local = {path: to_local_shards(value, index, rank) for index, (path, value) in enumerate(state.items())}
     return {path: value for path, value in local.items() if value.owned}
 
@@ -287,7 +286,6 @@ class _TensorReader:
         self._heads: dict[tuple[torch.dtype, torch.Size], bytes] = {}
 
     def read(self, index: MetadataIndex) -> Tensor:
-        """Returns the tensor of an item."""
         entry: Any = self._metadata.state_dict_metadata[index.fqn]
         layout = entry.properties.dtype, entry.chunks[index.index].sizes
         position = self._metadata.storage_data[index].offset

@@ -348,7 +348,6 @@ def as_json(
     devices: Mapping[str, Any],
     fits: list[FittingLayout],
 ) -> dict[str, Any]:
-    """Returns the plan in bytes, as a mapping for JSON."""
     facts = {
         "model": args.model_name,
         "model_class": kind[0],

@@ -48,7 +48,6 @@ def settings_of(args: argparse.Namespace, **values: Any) -> Settings:
 
 
 def _resolve(args: argparse.Namespace, launcher: str, **values: Any) -> LaunchPlan:
-    """Returns the plan of a namespace for a launcher."""
     settings = settings_of(args, **values)
     launch, variables = settings[LaunchSection], environ.current()
     hardware = count_visible(variables)[0] if launch.gpu_ids else CUDA

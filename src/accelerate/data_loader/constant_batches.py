@@ -56,7 +56,6 @@ class StepPlan:
 
     @property
     def samples(self) -> int:
-        """Number of samples of the step."""
         return self.bounds[-1]
 
     @property

@@ -164,7 +164,6 @@ class ArrivalWatch:
         return channel.is_signed or (self._limits.aborts and self._waited() >= self._limits.timeout)
 
     def _post(self, channel: StoreChannel, message: Message) -> int:
-        """Posts a message, and returns its number."""
         self._last_message = channel.count("messages", 1)
         self._answered.add(self._last_message)
         channel.post(f"message/{self._last_message}", asdict(message))

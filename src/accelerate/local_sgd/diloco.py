@@ -206,7 +206,6 @@ class DiLoCo(LocalSGD):
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _start(self, index: int) -> Exchange:
-        """Starts the exchange of a fragment."""
         if list(map(id, self._trained())) != list(map(id, self.parameters)):
             raise StateError(
                 f"{type(self.model).__name__} trains other parameters than when DiLoCo was created, so some "

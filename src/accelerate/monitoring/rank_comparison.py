@@ -73,7 +73,6 @@ def compute_seconds(times: StepTimes) -> float:
 
 
 def summarize_rank(rank: int, number: int, step: int, times: StepTimes) -> ComputeSummary:
-    """Returns the summary of one rank."""
     seconds = compute_seconds(times)
     return ComputeSummary(number, 1, step, seconds, seconds, seconds, [rank], [seconds])
 

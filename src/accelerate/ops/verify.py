@@ -113,7 +113,6 @@ def chained_operation(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_debug_mode() -> bool:
-    """Returns whether the debug mode of the run is on."""
     return bool(PartialState._shared_state.get("debug", False))
 
 

@@ -135,7 +135,6 @@ def _extrapolate_phase(phase: Phase, grown: Sequence[Phase], times: Sequence[flo
 
 
 def _common_prefix(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
-    """Returns the length of the common prefix."""
     length = min(len(one), len(other))
     different = one[:length] != other[:length]
     return int(different.argmax()) if different.any() else length

@@ -116,7 +116,6 @@ def trace_step(step: Step) -> Trace:
 
 
 def trace_of(recording: Recording, step: Step) -> Trace:
-    """Returns the trace of a step from its recording."""
     model = step.model
     can_split = bool(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None))
     size = batch_size_of(step.batch) if step.batch_size is None else step.batch_size

@@ -97,7 +97,6 @@ class _Tracer:
         self.is_verified = False
 
     def trace(self, step: Step) -> Trace:
-        """Returns the trace of a step."""
         while self.candidates:
             recording = self._extrapolate(step, self.candidates[0])
             if recording is not None:

@@ -115,7 +115,6 @@ class AutocastForward:
         return convert_to_fp32(outputs)
 
     def restore(self, module: nn.Module) -> None:
-        """Restores the original forward of the module."""
         if self.inner is None:
             del module.__dict__["forward"]
         else:

@@ -333,7 +333,6 @@ def _quantized_weights(model: nn.Module, config: BnbQuantizationConfig) -> set[s
 
 
 def dtype_of(name: str, tensor: torch.Tensor, config: BnbQuantizationConfig) -> torch.dtype:
-    """Returns the dtype of a tensor that is not quantized."""
     if not tensor.is_floating_point():
         return tensor.dtype
     if is_inside(name, config.keep_in_fp32_modules or ()):

@@ -58,7 +58,6 @@ class Run(NamedTuple):
         return cls(number, replicas, min_replicas, batch, timeout, lighthouse, store)
 
     def connect(self) -> Any:
-        """Returns the store of the run."""
         host, _, port = self.store.rpartition(":")
         try:
             return TCPStore(host, int(port), is_master=False, wait_for_workers=False)

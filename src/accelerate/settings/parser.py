@@ -145,7 +145,6 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
-    """Returns the parser of the command that the arguments name."""
     children = subcommands(parser)
     for index, word in enumerate(words):
         if word in children:
@@ -154,7 +153,6 @@ def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpar
 
 
 def _all_flags(parser: argparse.ArgumentParser) -> list[str]:
-    """Returns the flags of a parser and of its subcommands."""
     nested = (flag for child in subcommands(parser).values() for flag in _all_flags(child))
     return [*parser._option_string_actions, *nested]
 

@@ -31,7 +31,6 @@ class LinePrompt:
     target: TextIO
 
     def say(self, text: str) -> None:
-        """Prints a line."""
         print(text, file=self.target)
 
     def choose(self, text: str, offers: Sequence[str], default: str) -> str:

@@ -95,7 +95,6 @@ class StoreChannel:
         return None if data == _ABSENT else self._decode(name, data)
 
     def append(self, name: str, value: object) -> None:
-        """Appends a value to a list."""
         self._store.append(self._name(name), self._sign(name, json.dumps(value).encode()) + _END)
 
     def read_list(self, name: str) -> list[Any]:

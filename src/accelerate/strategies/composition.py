@@ -35,7 +35,6 @@ class Row(NamedTuple):
     is_needed_for: Callable[[Strategy, Any, bool | None], bool] = lambda strategy, obj, requested: False
 
     def build(self, strategy: Strategy) -> Layer:
-        """Returns the layer of a strategy."""
         module, _, name = self.layer.rpartition(".")
         layer: Layer = getattr(import_module(f"accelerate.strategies.{module}"), name)(strategy)
         layer.row = self.layer

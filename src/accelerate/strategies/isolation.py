@@ -131,7 +131,6 @@ class _Outputs:
         return None
 
     def remove(self) -> None:
-        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
 

@@ -223,7 +223,6 @@ class WeakStrategy:
         self._reference = ref(strategy)
 
     def __call__(self) -> Any:
-        """Returns the strategy."""
         strategy = self._reference()
         assert strategy is not None
         return strategy

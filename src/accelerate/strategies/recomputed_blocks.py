@@ -98,7 +98,6 @@ class RecomputedForward:
         return self.inner(*args, **kwargs)
 
     def restore(self, module: nn.Module) -> None:
-        """Restores the original forward of the module."""
         if self.inner is None:
             del module.__dict__["forward"]
         else:

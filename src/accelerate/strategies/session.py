@@ -249,7 +249,6 @@ class PrepareSession:
         return changed
 
     def optimizers_of(self, scheduler: object) -> list[AcceleratedOptimizer]:
-        """Returns the prepared optimizers of a scheduler."""
         inner = getattr(scheduler, "optimizer", None)
         return [optimizer for optimizer in self.prepared.optimizers if _is_or_wraps(optimizer, inner)]
 

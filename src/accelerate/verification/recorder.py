@@ -100,7 +100,6 @@ class Recorder:
         self._file.write(json.dumps({"kind": kind, **values}) + "\n")
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             self._file.close()
 

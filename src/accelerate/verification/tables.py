@@ -56,7 +56,6 @@ def format_runs(run: Run, reference: Run, findings: Sequence[Finding], num_steps
 
 
 def as_json(run: Run, reference: Run, findings: Sequence[Finding], tolerances: Tolerances) -> dict[str, Any]:
-    """Returns the result as values for JSON."""
     return {
         "is_equal": all(finding.is_expected for finding in findings),
         "findings": [finding._asdict() for finding in findings],

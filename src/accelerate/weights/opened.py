@@ -231,7 +231,6 @@ class StoredWeights:
 
     @classmethod
     def open(cls, paths: list[Path]) -> StoredWeights:
-        """Opens all files."""
         files = [open_weights(path) for path in paths]
         return cls(
             {name: file for file in files for name in file.shapes},

@@ -148,7 +148,6 @@ def _shard(
     in_float32: set[nn.Module],
     experts: set[nn.Module],
 ) -> None:
-    """Calls `fully_shard` for the units and the model."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     plugin = accelerator.state.fsdp_plugin

@@ -65,7 +65,6 @@ def is_unit(model: nn.Module) -> bool:
 
 
 def has_units(model: nn.Module) -> bool:
-    """Returns whether a module of a model is a unit of FSDP 2."""
     return bool(units_of(model))
 
 

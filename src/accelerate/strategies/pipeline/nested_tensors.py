@@ -57,7 +57,6 @@ _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """Returns the tensors in nested values."""
     kind = type(values)
     if kind in _PLAIN:
         return []

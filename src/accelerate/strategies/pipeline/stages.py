@@ -369,7 +369,6 @@ class PipelineModel:
 
 
 def is_split(model: nn.Module) -> bool:
-    """Returns whether a model was split into stages."""
     return _OWNER in vars(model)
 
 

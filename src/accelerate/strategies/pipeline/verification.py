@@ -324,7 +324,6 @@ def _check_batches(pipeline: Pipeline, batch: object) -> None:
 
 
 def _batch_of_first_rank(pipeline: Pipeline, batch: object) -> Any:
-    """Returns the batch of rank 0 of the run."""
     if dist.get_world_size() == dist.get_world_size(pipeline.group):
         return batch
     tree_map = torch_private.pytree.tree_map_only
