@@ -381,18 +381,9 @@ def number(stem: str, index: int, suffix: str) -> str:
     return f"{stem}{suffix}" if index == 0 else f"{stem}_{index}{suffix}"
 
 
-def state_parts(
-    schedulers: Sequence[Any],
-    scaler: torch.amp.GradScaler | None,
-    custom: Sequence[Any] = (),
-    distribute: Distribute | None = None,
-) -> list[StatePart]:
-    """Returns the parts of schedulers, scaler and objects of the user.
-
-    The objects of the user come first, because their `load_state_dict` may refuse a state.
-    """
+def state_parts(schedulers: Sequence[Any], scaler: torch.amp.GradScaler | None) -> list[StatePart]:
+    """Returns the parts of schedulers and scaler."""
     return [
-        *(custom_part(index, owner, distribute) for index, owner in enumerate(custom)),
         *(StatePart(number(SCHEDULER_NAME, index, ".bin"), owner) for index, owner in enumerate(schedulers)),
         *([] if scaler is None else [StatePart(SCALER_NAME, scaler, may_lack=True)]),
     ]

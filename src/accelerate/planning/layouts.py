@@ -341,20 +341,17 @@ def _num_blocks(trace: Trace) -> int:
     return max(1, round((trace.peak.parameters - trace.outside_blocks) / max(1, trace.largest_block)))
 
 
-def candidate_layouts(
-    devices: int, trace: Trace, *, accumulation: int = 1, offload: bool = True
-) -> Iterator[Layout]:
+def candidate_layouts(devices: int, trace: Trace, *, accumulation: int = 1) -> Iterator[Layout]:
     """Yields the layouts of a number of devices that a model allows, with the fastest one of each kind first.
 
     Args:
         trace: Any trace of the model.
         accumulation: Forward and backward passes in each step.
-        offload: Whether to yield layouts with offload, too.
     """
     # With more stages than micro-batches, ranks wait most of the time.
     most_stages = min(_num_blocks(trace), Layout.microbatches)
     divisors = [divisor for divisor in range(1, devices + 1) if devices % divisor == 0]
-    recomputations = [(False, False), (True, False), *([(True, True)] if offload else [])]
+    recomputations = ((False, False), (True, False), (True, True))
     for stages, degree, experts in itertools.product(divisors, repeat=3):
         shards, rest = divmod(devices, stages * degree * experts)
         if rest or stages > most_stages or degree > LARGEST_TENSOR_PARALLEL:
@@ -373,7 +370,7 @@ def candidate_layouts(
             if (needs_fsdp and name == "none") or (stages > 1 and name == "shard_grad_op"):
                 continue  # a pipeline keeps the units of its stage gathered in any case
             kinds = [kind for kind, fits in (("optimizer", row.has_masters), ("all", row.weights)) if fits]
-            for kind in ["none", *(kinds if offload and stages == 1 else [])]:
+            for kind in ["none", *(kinds if stages == 1 else [])]:
                 for checkpointing, offloads in recomputations:
                     yield Layout(
                         name,

@@ -150,12 +150,10 @@ def test_a_warning_names_the_optimizer_and_the_key(tmp_path: Path, caplog: pytes
 
 
 def test_names_count_from_the_first_one_without_a_number() -> None:
-    parts = [*optimizer_parts([Holder()] * 2), *state_parts([Holder()] * 2, Holder(), [Holder()] * 2)]
+    parts = [*optimizer_parts([Holder()] * 2), *state_parts([Holder()] * 2, Holder())]
     assert [part.name for part in parts] == [
         "optimizer.bin",
         "optimizer_1.bin",
-        "custom_checkpoint_0.pkl",
-        "custom_checkpoint_1.pkl",
         "scheduler.bin",
         "scheduler_1.bin",
         "scaler.pt",
