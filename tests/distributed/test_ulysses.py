@@ -445,6 +445,32 @@ def test_a_function_of_the_user_computes_whole_sequences(run: Run) -> None:
     assert max(run(attend_by_function)) < 1e-5
 
 
+class WithContext(Reader):
+    """Attends to a context, too."""
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, context: Any = None) -> Any:
+        hidden = self.hidden(tokens, positions)
+        query, key = (each.unflatten(-1, (8, 8)).transpose(1, 2) for each in (hidden, context))
+        return self.out(F.scaled_dot_product_attention(query, key, key).transpose(1, 2).flatten(2))
+
+
+def attend_to_contexts() -> float:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="torch"))
+    set_seed(0)
+    model, differences = WithContext(), []
+    prepared = accelerator.prepare(copy.deepcopy(model))
+    for length, size in ((24, 5), (24, 12), (24, 24), (23, 11)):  # 11 and 12 are those of a rank
+        batch = {name: tensor[:, :length] for name, tensor in batch_of("own", 0).items()}
+        batch["context"] = torch.randn(ROWS, size, 64)
+        del batch["labels"]
+        differences.append(float((prepared(**batch) - model(**batch)).detach().abs().max()))
+    return max(differences)
+
+
+def test_a_context_may_be_as_long_as_the_part_of_a_rank(run: Run) -> None:
+    assert max(run(attend_to_contexts)) < 1e-5
+
+
 # Errors
 
 
@@ -584,6 +610,12 @@ def _beyond_the_table(accelerator: Accelerator) -> None:
     _call(accelerator, Reader(), batch)
 
 
+def _of_gradients(accelerator: Accelerator) -> None:
+    model = Reader()
+    loss, _ = _call(accelerator, model, batch_of("own", 0))
+    torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
 def _features(accelerator: Accelerator) -> None:
     model, batch = accelerator.prepare(Scaling()), batch_of("own", 0)
     batch["labels"] = torch.arange(ROWS * 20.0).view(ROWS, 20)  # as many as there are positions below
@@ -627,6 +659,7 @@ MISTAKES: dict[str, tuple[Callable[[Accelerator], Any], str]] = {
     "other batches": (_of_rank, "have different batches"),
     "other lengths": (_of_length, "have different batches"),
     "beyond the table": (_beyond_the_table, "index out of range"),
+    "gradients": (_of_gradients, "create_graph=True"),
     "features": (_features, "computes other outputs"),
     "short": (_short, "sequences of 1 positions"),
     "lengths": (_buffers, "different lengths"),

@@ -127,6 +127,20 @@ def dim_of(name: str, tensor: Tensor, length: int, dims: Mapping[str, int | None
     return None if is_matrix and (tensor.ndim > 2 or tensor.dtype == torch.bool) else 1
 
 
+def is_ambiguous(inputs: Inputs, shards: SequenceShards, dims: Mapping[str, int | None]) -> bool:
+    """Returns whether a whole input is as long as the part of a rank.
+
+    Functions of attention cannot distinguish it from the positions of the rank.
+    """
+    return any(
+        tensor.ndim > 1
+        and tensor.shape[1] in shards.sizes
+        and "mask" not in name
+        and dim_of(name, tensor, shards.length, dims) is None
+        for name, tensor in inputs.tensors()
+    )
+
+
 def sharded(inputs: Inputs, shards: SequenceShards, dims: Mapping[str, int | None]) -> Inputs:
     """Returns the arguments with the positions of this rank."""
 

@@ -33,6 +33,7 @@ from accelerate.strategies.axes.sequence_inputs import (
     Inputs,
     completed,
     inputs_of,
+    is_ambiguous,
     length_of,
     sharded,
     transformers_part,
@@ -162,13 +163,17 @@ class _Forwards:
         state.depth += 1
         return inputs.args, inputs.kwargs
 
-    def _divided(self, model: nn.Module, inputs: Inputs) -> tuple[Inputs, ShardedForward, OutputDims | None]:
+    def _divided(
+        self, model: nn.Module, inputs: Inputs
+    ) -> tuple[Inputs, ShardedForward | None, OutputDims | None]:
         """Returns the arguments of this rank, and the dimensions of outputs to join, or None in a block."""
         state, part, name = sequence_state(), transformers_part(model), type(model).__name__
         shards, length = state.block, length_of(inputs, name)
         in_block = shards is not None and length == shards.own
         if not in_block:
             shards = _divide(length, self._group, name)
+            if is_ambiguous(inputs, shards, self._dims):
+                return inputs, None, None  # each rank computes whole sequences
         assert shards is not None
         entire = inputs
         if in_block:

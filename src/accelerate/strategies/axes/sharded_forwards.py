@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate import torch_private
+from accelerate.base import ConfigurationError
 from accelerate.state import services
 from accelerate.strategies.axes.head_exchange import SequenceShards
 
@@ -136,6 +137,11 @@ class _Resume(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise ConfigurationError(
+                "Gradients are computed with create_graph=True, and with sp_size > 1 those of a rank are of "
+                "its part of each sequence, so a loss of gradients would be another one. Set sp_size=1."
+            )
         sequence_state().resume(ctx.sharded_forward)
         return gradients[0], None
 
