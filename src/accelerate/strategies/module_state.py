@@ -116,6 +116,12 @@ class ModuleState:
             value.update(content) if isinstance(value, dict) else value.extend(content)
 
 
+def has_replaced_parameters(module: nn.Module) -> bool:
+    """Returns whether a module has other tensors than parameters now, as in `torch.func.functional_call`."""
+    tensors = module._parameters.values()
+    return any(tensor is not None and not isinstance(tensor, nn.Parameter) for tensor in tensors)
+
+
 def _copy_of(buffer: Tensor) -> Tensor | None:
     return buffer.clone() if buffer.numel() <= MAX_COPIED else None
 

@@ -21,7 +21,7 @@ from accelerate.base import wrong_value
 from accelerate.devices import DeviceBackend, of_device
 from accelerate.nested import iterate_tensors
 from accelerate.plugins import ActivationCheckpointing
-from accelerate.strategies.module_state import MAX_COPIED, ModuleState
+from accelerate.strategies.module_state import MAX_COPIED, ModuleState, has_replaced_parameters
 from accelerate.strategies.request import Context
 
 if TYPE_CHECKING:
@@ -114,6 +114,10 @@ def _contexts_with_state(
     block: nn.Module, context_fn: Callable[[], tuple[Any, Any]], versions: Sequence[tuple[Tensor, int]]
 ) -> tuple[Any, Any]:
     """Returns the contexts of `context_fn`, with which a block changes its attributes and buffers once."""
+    if any(map(has_replaced_parameters, block.modules())):
+        reason = "its parameters are replaced during this call, and a recomputation would use its own"
+        fix = "Leave it out where torch.func.functional_call is used"
+        raise wrong_value("activation checkpointing", type(block).__name__, reason, fix)
     before = ModuleState(block)
     forward, recomputation = context_fn()
     checked = _checked_forward(block, before, forward, versions)

@@ -646,6 +646,14 @@ def test_an_input_that_is_changed_in_place_after_the_forward_is_refused() -> Non
         loss.backward()
 
 
+def test_parameters_of_one_call_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    recompute(model, list(model))
+    weights = {name: 2 * parameter for name, parameter in model.named_parameters()}
+    with pytest.raises(ConfigurationError, match="its parameters are replaced during this call"):
+        torch.func.functional_call(model, weights, (torch.ones(2, 4),))
+
+
 class Summing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
