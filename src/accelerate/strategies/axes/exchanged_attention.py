@@ -24,11 +24,11 @@ from accelerate.strategies.axes.counted_positions import count
 from accelerate.strategies.axes.head_exchange import (
     HEADS,
     SEQUENCE,
-    SequenceShards,
     exchanged,
     join,
     repeats_of,
 )
+from accelerate.strategies.axes.sequence_shards import SequenceShards
 from accelerate.strategies.axes.sharded_forwards import (
     Binding,
     SequenceState,

@@ -7,56 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import lcm
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from accelerate.base import ConfigurationError
+from accelerate.strategies.axes.sequence_shards import SequenceShards
 
 HEADS, SEQUENCE = 1, 2
 """Dimensions of queries, keys and values, which have shape [batch, heads, sequence, size]."""
-
-
-class SequenceShards(NamedTuple):
-    """Shards of the sequences of one batch, of which each rank has consecutive positions.
-
-    Attributes:
-        group: Process group of the ranks.
-        rank: Rank of this process in the group.
-        sizes: Number of positions of each rank, which differ by at most 1.
-    """
-
-    group: Any
-    rank: int
-    sizes: tuple[int, ...]
-
-    @property
-    def length(self) -> int:
-        """Positions of whole sequences."""
-        return sum(self.sizes)
-
-    @property
-    def own(self) -> int:
-        """Positions of this rank."""
-        return self.sizes[self.rank]
-
-    def shard(self, tensor: Tensor, dim: int) -> Tensor:
-        """Returns the positions of this rank of whole sequences."""
-        return tensor.narrow(dim, sum(self.sizes[: self.rank]), self.own)
-
-    def heads(self, tensor: Tensor, dim: int) -> Tensor:
-        """Returns the entries of a dimension that belong to the heads of this rank."""
-        size = tensor.shape[dim] // len(self.sizes)
-        return tensor.narrow(dim, self.rank * size, size)
-
-
-def divide(length: int, group: Any) -> SequenceShards:
-    """Returns the shards of sequences of a length, without padding."""
-    ranks = group.size()
-    sizes = tuple(length // ranks + (rank < length % ranks) for rank in range(ranks))
-    return SequenceShards(group, group.rank(), sizes)
 
 
 def repeats_of(query_heads: int, key_heads: int, ranks: int) -> int:

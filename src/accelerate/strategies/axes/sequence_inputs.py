@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base import ConfigurationError
-from accelerate.strategies.axes.head_exchange import SequenceShards, join
+from accelerate.strategies.axes.head_exchange import join
+from accelerate.strategies.axes.sequence_shards import SequenceShards
 
 Change = Callable[[str, Tensor], Tensor]
 FIRST = ("input_ids", "inputs_embeds", "decoder_input_ids")

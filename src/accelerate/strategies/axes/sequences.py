@@ -28,7 +28,7 @@ from accelerate.parallelism_config import MeshAxis, ParallelismConfig
 from accelerate.planning import Layout
 from accelerate.strategies.axes.counted_positions import scale_by_whole_length, scales_by_length
 from accelerate.strategies.axes.exchanged_attention import replacement_of, whole_positions
-from accelerate.strategies.axes.head_exchange import SequenceShards, divide, join
+from accelerate.strategies.axes.head_exchange import join
 from accelerate.strategies.axes.sequence_inputs import (
     Inputs,
     completed,
@@ -42,6 +42,7 @@ from accelerate.strategies.axes.sequence_inputs import (
     without_cache,
 )
 from accelerate.strategies.axes.sequence_models import check_model
+from accelerate.strategies.axes.sequence_shards import SequenceShards, divide
 from accelerate.strategies.axes.sharded_forwards import (
     LatestSequences,
     ShardedForward,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from accelerate import torch_private
 from accelerate.base import ConfigurationError
 from accelerate.state import services
-from accelerate.strategies.axes.head_exchange import SequenceShards
+from accelerate.strategies.axes.sequence_shards import SequenceShards
 
 
 class ShardedForward:

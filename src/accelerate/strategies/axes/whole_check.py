@@ -21,9 +21,9 @@ from accelerate.base import ConfigurationError
 from accelerate.nested import iterate_tensors
 from accelerate.precision import AutocastForward
 from accelerate.strategies.axes.counted_positions import Site, SitesOf
-from accelerate.strategies.axes.head_exchange import SequenceShards, divide
 from accelerate.strategies.axes.sequence_check import in_evaluation
 from accelerate.strategies.axes.sequence_inputs import Inputs, beginning, sharded
+from accelerate.strategies.axes.sequence_shards import SequenceShards, divide
 from accelerate.strategies.axes.sharded_forwards import ShardedForward, sequence_state
 from accelerate.strategies.dtensors import units_of
 from accelerate.strategies.tolerances import tolerance_of

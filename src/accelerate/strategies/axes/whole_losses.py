@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from accelerate.base import ConfigurationError
-from accelerate.strategies.axes.head_exchange import SequenceShards, sum_over
+from accelerate.strategies.axes.head_exchange import sum_over
+from accelerate.strategies.axes.sequence_shards import SequenceShards
 from accelerate.strategies.axes.sharded_forwards import sequence_state
 
 _NAMES = (

@@ -12,9 +12,10 @@ from torch import nn
 
 from accelerate import ParallelismConfig
 from accelerate.base import ConfigurationError, PreparationError
-from accelerate.strategies.axes.head_exchange import SequenceShards, divide, repeats_of
+from accelerate.strategies.axes.head_exchange import repeats_of
 from accelerate.strategies.axes.sequence_inputs import beginning, inputs_of, length_of, sharded
 from accelerate.strategies.axes.sequence_models import check_model
+from accelerate.strategies.axes.sequence_shards import SequenceShards, divide
 from accelerate.strategies.axes.trainer_batches import count_whole_batches
 from accelerate.strategies.axes.whole_losses import named_arguments
 
