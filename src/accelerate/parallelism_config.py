@@ -105,7 +105,8 @@ class ParallelismConfig:
         dp_replicate_size: Number of replicas of the model.
         dp_shard_size: Number of ranks that shard one replica.
         tp_size: Number of ranks that shard each layer, by tensor parallelism.
-        cp_size: Number of ranks that shard each sequence, by context parallelism.
+        cp_size: Number of ranks that shard each sequence, by context parallelism. With `sp_size` above 1 and
+            the backend "torch", the product of both shards it.
         cp_backend: "torch".
         sp_size: Number of ranks that shard each sequence, by Ulysses sequence parallelism.
         sp_backend: "deepspeed", whose engine trains the model, or "torch" for all other strategies.
@@ -118,8 +119,8 @@ class ParallelismConfig:
         ep_handler: Options of expert parallelism.
 
     Raises:
-        ConfigurationError: A size is below 1, a backend is unknown, or both context parallelism and sequence
-            parallelism are used.
+        ConfigurationError: A size is below 1, a backend is unknown, or context parallelism is used with
+            sequence parallelism by DeepSpeed.
     """
 
     dp_replicate_size: int | None = None
@@ -149,9 +150,10 @@ class ParallelismConfig:
             one_of(name, getattr(self, name), known)
         for axis in AXES:
             self._set_size(axis, getattr(self, f"{axis}_size"))
-        if self.cp_enabled and self.sp_enabled:
-            reason = f"cp_size={self.cp_size} shards sequences already"
-            raise wrong_value("sp_size", self.sp_size, reason, "Leave one of them at 1")
+        if self.cp_enabled and self.sequence_backend == "deepspeed":
+            reason = f"cp_size={self.cp_size} shards sequences already, which DeepSpeed's attention does not"
+            fix = 'Set sp_backend="torch", or leave one of them at 1'
+            raise wrong_value("sp_size", self.sp_size, reason, fix)
         if self.pp_enabled:
             self.pp_handler = self.pp_handler or PipelineConfig()
         if self.tp_enabled:

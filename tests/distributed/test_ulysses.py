@@ -7,6 +7,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import pytest
@@ -17,14 +18,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
-from accelerate.base import ConfigurationError, PreparationError
+from accelerate import Accelerator, torch_private
+from accelerate.base import ConfigurationError, PreparationError, is_torch_version
 from accelerate.losses import use_lm_loss
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.plugins import TorchContextParallelConfig
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin, sequence_parallel_attention, set_seed
 
 Run = Callable[..., list[Any]]
+has_ring_on_cpu = pytest.mark.skipif(
+    is_torch_version("<", "2.13"), reason="context parallelism on the CPU is refused before torch 2.13"
+)
 TOKENS, LENGTH, ROWS, STEPS = 101, 24, 2, 2
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -274,7 +279,7 @@ def _step(accelerator: Accelerator, model: Any, batch: dict[str, torch.Tensor], 
     return loss.item()  # is that of whole sequences on each rank
 
 
-def compare(kinds: list[str], ways: list[str], sizes: dict[str, int]) -> dict[str, float]:
+def compare(kinds: list[str], ways: list[str], sizes: dict[str, Any]) -> dict[str, float]:
     """Returns the largest differences of each model from one process."""
     torch.manual_seed(0)
     found = {}
@@ -305,12 +310,14 @@ def check(ranks: list[dict[str, float]], limit: float = 1e-5) -> None:
         assert {name: value for name, value in found.items() if not value < limit} == {}
 
 
+WITH_WHOLE_MASKS = ("prefix", "bidirectional", "padded after tokens", "alibi")
 FAST = [
     *("grouped", "packed", "sliding", "uneven", "own uneven", "own uneven counting"),
     *("own uneven wrapping", "rotary, scaled by the length"),
 ]
 CORE = ["dense", "grouped", "one key and value", "sliding", "packed", "prefix"]
 WAYS = ["", "sharded", "recomputed", "reentrant recomputed", "accumulated", "from logits", "without logits"]
+RING = {"cp_size": 2, "sp_size": 2}
 
 
 def test_two_ranks_train_as_one(run: Run) -> None:
@@ -323,8 +330,7 @@ def test_two_ranks_train_as_one(run: Run) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(MODELS))
 def test_models_train_as_on_one_rank(run: Run, kind: str) -> None:
-    has_whole_mask = kind in ("prefix", "bidirectional", "padded after tokens", "alibi")
-    ways = ["", "from logits", "sharded", *([] if has_whole_mask else ["in a block"])]
+    ways = ["", "from logits", "sharded", *([] if kind in WITH_WHOLE_MASKS else ["in a block"])]
     check(run(compare, [kind], ways, {"sp_size": 2}, timeout=300))
 
 
@@ -339,14 +345,91 @@ def test_training_in_16_bits_is_close_to_that_of_one_rank(run: Run) -> None:
     check(run(compare, CORE, ["bf16"], {"sp_size": 2}, timeout=300), limit=0.05)
 
 
+# With context parallelism
+
+
+def compare_rings() -> tuple[dict[str, float], dict[str, int]]:
+    """Returns the differences of models from one process, and how often they compute ring attention."""
+    kinds, counts = ["grouped", "packed", "own uneven"], {}
+    found = compare(kinds, [""], RING)
+    for kind in kinds:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        accelerator = Accelerator(parallelism_config=ParallelismConfig(**RING, sp_backend="torch"))
+        model = accelerator.prepare(MODELS[kind]())
+        loss_of(model(**batch_of(kind, 0)))  # which compares the model with one rank
+        counting = Counting(torch_private.ring_attention)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch_private, "ring_attention", counting)
+            loss_of(model(**batch_of(kind, 1)))
+        counts[kind] = counting.calls
+    return found, counts
+
+
+@has_ring_on_cpu
+def test_four_ranks_of_two_axes_train_as_one(run: Run) -> None:
+    ranks = run(compare_rings, processes=4, timeout=120)
+    check([found for found, _ in ranks])
+    for _, counts in ranks:  # layers of causal attention without a mask
+        assert counts == {"grouped": 2, "packed": 0, "own uneven": 1}
+
+
+@has_ring_on_cpu
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_models_train_on_two_axes_as_on_one_rank(run: Run, kind: str) -> None:
+    ways = ["", "from logits", "sharded", *([] if kind in WITH_WHOLE_MASKS else ["in a block"])]
+    check(run(compare, [kind], ways, RING, processes=4, timeout=600))
+
+
+@has_ring_on_cpu
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["grouped", "uneven", "packed"])
+def test_ways_to_train_on_two_axes_equal_one_rank(run: Run, kind: str) -> None:
+    check(run(compare, [kind], WAYS, RING, processes=4, timeout=600))
+    check(run(compare, [kind], ["bf16"], RING, processes=4, timeout=600), limit=0.05)
+
+
+@has_ring_on_cpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "way"),
+    [
+        ({"dp_replicate_size": 2, **RING}, ""),
+        ({"dp_shard_size": 2, **RING}, "sharded"),
+        ({"cp_size": 3, "sp_size": 2}, "in a block"),
+        ({"cp_size": 2, "sp_size": 2, "tp_size": 2}, ""),
+    ],
+)
+def test_more_axes_train_as_one_rank(run: Run, sizes: dict[str, int], way: str) -> None:
+    handler = TorchContextParallelConfig(cp_comm_strategy="alltoall")
+    options = {**sizes, "cp_handler": handler}
+    check(run(compare, ["grouped", "uneven"], [way], options, processes=prod(sizes.values()), timeout=600))
+
+
+@has_ring_on_cpu
+@pytest.mark.slow
+def test_an_evaluation_on_two_axes_has_whole_outputs(run: Run) -> None:
+    for same in run(evaluate, RING, processes=4, timeout=120):
+        assert all(same), same
+
+
+@has_ring_on_cpu
+@pytest.mark.slow
+def test_what_cannot_be_exact_on_two_axes_is_refused_on_all_ranks(run: Run) -> None:
+    for said in run(make_mistakes, RING, processes=4, timeout=300):
+        for name, (_, reason) in {**MISTAKES, "own function": (None, "Set cp_size=1")}.items():
+            assert re.search(reason, said[name]), (name, said[name])
+
+
 # Collectives
 
 
 class Counting:
-    """Counts the calls of `all_to_all_single`."""
+    """Counts the calls of a function."""
 
-    def __init__(self) -> None:
-        self.calls, self._call = 0, dist.all_to_all_single
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.calls, self._call = 0, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
@@ -357,7 +440,7 @@ def count_exchanges() -> list[int]:
     accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="torch"))
     model = accelerator.prepare(_llama(2))
     loss_of(model(**batch_of("grouped", 0)))  # which compares the model with one rank
-    counting = Counting()
+    counting = Counting(dist.all_to_all_single)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", counting)
         loss = loss_of(model(**batch_of("grouped", 1)))
@@ -373,8 +456,8 @@ def test_a_layer_communicates_twice_in_each_pass(run: Run) -> None:
 # Evaluation
 
 
-def evaluate() -> list[bool]:
-    accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="torch"))
+def evaluate(sizes: dict[str, int]) -> list[bool]:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(**sizes, sp_backend="torch"))
     set_seed(0)
     model = _llama(2)
     batches = [batch_of("grouped", number) for number in range(3)]
@@ -393,7 +476,7 @@ def evaluate() -> list[bool]:
         same.append(torch.allclose(gathered[0], right.logits, atol=1e-5))
         same.append(torch.equal(gathered[1], batch["labels"]))
         trained = model(**batch)  # with a loss to train, logits are those of this rank
-        same.append(trained.logits.shape[1] == LENGTH // 2)
+        same.append(trained.logits.shape[1] == LENGTH // accelerator.num_processes)
         same.append(torch.allclose(accelerator.gather_for_metrics(trained.logits), right.logits, atol=1e-5))
     generated = accelerator.unwrap_model(model).generate(
         batches[0]["input_ids"], max_new_tokens=4, do_sample=False
@@ -405,7 +488,7 @@ def evaluate() -> list[bool]:
 
 
 def test_an_evaluation_has_whole_outputs_and_generates_as_one_rank(run: Run) -> None:
-    for same in run(evaluate):
+    for same in run(evaluate, {"sp_size": 2}):
         assert all(same), same
 
 
@@ -639,6 +722,11 @@ def _heads(accelerator: Accelerator) -> None:
     accelerator.prepare(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)))
 
 
+def _own_function(accelerator: Accelerator) -> None:
+    model = OwnAttention(sequence_parallel_attention(local_attention, head_dim=2))
+    _call(accelerator, model, batch_of("own", 0))
+
+
 MISTAKES: dict[str, tuple[Callable[[Accelerator], Any], str]] = {
     "mean": (lambda a: _call(a, MeanOver(), batch_of("own", 0)), "computes other outputs"),
     "loss in training": (
@@ -668,24 +756,24 @@ MISTAKES: dict[str, tuple[Callable[[Accelerator], Any], str]] = {
 }
 
 
-def make_mistake(name: str) -> str:
-    accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="torch"))
+def make_mistake(name: str, sizes: dict[str, int]) -> str:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(**sizes, sp_backend="torch"))
     with pytest.raises((ConfigurationError, PreparationError, IndexError)) as caught:
-        MISTAKES[name][0](accelerator)
+        MISTAKES.get(name, (_own_function,))[0](accelerator)
     return str(caught.value)
 
 
-def make_mistakes() -> dict[str, str]:
+def make_mistakes(sizes: dict[str, int]) -> dict[str, str]:
     said = {}
-    for name in MISTAKES:
+    for name in [*MISTAKES, *(["own function"] if "cp_size" in sizes else [])]:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        said[name] = make_mistake(name)
+        said[name] = make_mistake(name, sizes)
     return said
 
 
 def test_what_cannot_be_exact_is_refused_on_all_ranks(run: Run) -> None:
-    for said in run(make_mistakes):
+    for said in run(make_mistakes, {"sp_size": 2}):
         for name, (_, reason) in MISTAKES.items():
             assert re.search(reason, said[name]), (name, said[name])
 

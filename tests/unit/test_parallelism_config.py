@@ -116,7 +116,7 @@ def test_a_config_is_written_as_json() -> None:
             {"sp_size": 2, "sp_backend": "torch", "sp_handler": DeepSpeedSequenceParallelConfig()},
             "sp_handler='DeepSpeedSequenceParallelConfig'.* Pass TorchSequenceParallelConfig",
         ),
-        ({"cp_size": 2, "sp_size": 2}, "sp_size=2: cp_size=2 shards sequences already"),
+        ({"cp_size": 2, "sp_size": 2}, 'sp_size=2: cp_size=2 shards .* already.* Set sp_backend="torch"'),
     ],
 )
 def test_invalid_settings_are_refused(wrong: dict[str, Any], named: str) -> None:
@@ -150,3 +150,18 @@ def test_torch_shards_parameters_over_the_ranks_of_sequences() -> None:
     assert config.dp_cp_dim_names == ["dp_shard", "sp"]
     assert config.data_parallel_size == 2
     assert ParallelismConfig(sp_size=2).dp_cp_dim_names == []
+
+
+def test_torch_divides_sequences_by_both_axes() -> None:
+    config = ParallelismConfig(dp_replicate_size=2, cp_size=2, sp_size=2, sp_backend="torch")
+    assert config._get_mesh() == ((2, 2, 2), ("dp_replicate", "cp", "sp"))
+    assert config.dp_shard_cp_dim_names == ["cp", "sp"]
+    assert config.dp_cp_dim_names == ["dp_replicate", "cp", "sp"]
+    assert (config.data_parallel_size, config.non_data_parallel_size) == (2, 4)
+    dist.init_process_group("fake", rank=5, world_size=8, store=FakeStore())
+    try:
+        mesh = config.build_device_mesh("cpu")
+        assert mesh is not None
+        assert (mesh["cp"].mesh.tolist(), mesh["sp"].mesh.tolist()) == ([5, 7], [4, 5])
+    finally:
+        dist.destroy_process_group()

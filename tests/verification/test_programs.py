@@ -17,6 +17,7 @@ FOLDER = Path(__file__).parent
 VERIFY = [sys.executable, "-m", "accelerate.commands", "verify", "--cpu"]
 SECONDS = 300
 AXES = "--use_parallelism_config --parallelism_config"
+BOTH = f"{AXES}_cp_size 2 --parallelism_config_sp_size 2 --parallelism_config_sp_backend torch"
 WRAP = "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
 LAYOUTS = [
     ("plain", "--num_processes 4"),
@@ -29,7 +30,9 @@ LAYOUTS = [
     ("transformer", f"--num_processes 4 {AXES}_pp_size 2 --parallelism_config_dp_replicate_size 2"),
     ("transformer", f"--num_processes 2 {AXES}_cp_size 2 --use_fsdp --fsdp_version 2"),
     ("transformer", f"--num_processes 2 {AXES}_sp_size 2 --parallelism_config_sp_backend torch"),
+    ("transformer", f"--num_processes 4 {BOTH}"),
     ("trainer", f"--num_processes 2 --use_fsdp --fsdp_version 2 {WRAP}"),
+    ("trainer", f"--num_processes 4 {BOTH}"),
     ("plain", "--num_processes 2 --mixed_precision fp16"),
     ("transformer", "--num_processes 2 --dynamo_backend eager"),
     ("experts", f"--num_processes 2 {AXES}_ep_size 2"),

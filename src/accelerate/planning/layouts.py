@@ -63,7 +63,8 @@ class Layout:
     `expert_parallel` ranks have different experts, and `stages` ranks have different layers. The number of
     devices is the product. Ranks with different experts have different batches, and also shard the parameters
     outside of experts. A pipeline splits a batch into `microbatches`, and its schedule is 1F1B. Of the
-    `shards`, groups of `sequence_parallel` ranks have parts of the sequences of one batch. The inputs of
+    `shards`, groups of `sequence_parallel` times `context_parallel` ranks have parts of the sequences of one
+    batch, and exchange heads along the first of these axes, keys and values along the other. The inputs of
     recomputed blocks are in host memory with `offload_activations`.
     """
 
@@ -77,6 +78,7 @@ class Layout:
     microbatches: int = 8
     expert_parallel: int = 1
     sequence_parallel: int = 1
+    context_parallel: int = 1
     offload_activations: bool = False
 
     def __post_init__(self) -> None:
@@ -92,7 +94,7 @@ class Layout:
             "microbatches",
             "expert_parallel",
         )
-        counts += ("sequence_parallel",)
+        counts += ("sequence_parallel", "context_parallel")
         for name in counts:
             if getattr(self, name) < 1:
                 raise wrong_value(name, getattr(self, name), "it counts from 1", "Give 1 or more")
@@ -111,6 +113,7 @@ class Layout:
         parts = ["ddp" if self.sharding == "none" and self.replicas > 1 else self.sharding]
         parts += [f"ep {self.expert_parallel}"] * (self.expert_parallel > 1)
         parts += [f"pp {self.stages}"] * (self.stages > 1)
+        parts += [f"cp {self.context_parallel}"] * (self.context_parallel > 1)
         parts += [f"sp {self.sequence_parallel}"] * (self.sequence_parallel > 1)
         parts += [f"tp {self.tensor_parallel}"] * (self.tensor_parallel > 1)
         parts += [f"offload {self.offload}"] * (self.offload != "none")
@@ -129,6 +132,11 @@ class Layout:
         return self.shards * self.expert_parallel
 
     @property
+    def ranks_of_sequence(self) -> int:
+        """Number of ranks that divide each sequence."""
+        return self.sequence_parallel * self.context_parallel
+
+    @property
     def num_microbatches(self) -> int:
         """Number of micro-batches in each batch of a rank, which is 1 without a pipeline."""
         return self.microbatches if self.stages > 1 else 1
@@ -136,7 +144,7 @@ class Layout:
     @property
     def samples_per_batch(self) -> int:
         """Samples of all ranks in one optimizer step for each sample of a forward pass on a rank."""
-        return self.replicas // self.sequence_parallel * self.accumulation * self.num_microbatches
+        return self.replicas // self.ranks_of_sequence * self.accumulation * self.num_microbatches
 
     @property
     def averages_after_backward(self) -> bool:
@@ -245,7 +253,7 @@ def _activation_fraction(trace: Trace, layout: Layout) -> float:
     alive = min(1.0, layout.stages / layout.num_microbatches)
     in_stage = _stage_fraction(trace, layout) * alive
     in_layer = REPLICATED_ACTIVATIONS + (1 - REPLICATED_ACTIVATIONS) / layout.tensor_parallel
-    return in_stage * in_layer / layout.sequence_parallel
+    return in_stage * in_layer / layout.ranks_of_sequence
 
 
 def _buffers(moment: Parts, trace: Trace, layout: Layout, is_whole: bool) -> float:
@@ -318,8 +326,10 @@ def communication_of(trace: Trace, layout: Layout) -> float:
     # Each layer sends hidden states and outputs in forward, and their gradients in backward.
     experts = (6 if layout.checkpointing else 4) * trace.dispatched * passes
     size += (layers * (t - 1) / t + experts / t * (e - 1) / e) * _stage_fraction(trace, layout)
-    s = layout.sequence_parallel  # queries, keys, values and outputs, in forward and in backward
-    size += 4 * 2 * trace.block_outputs / s * (s - 1) / s * passes
+    s, c = layout.sequence_parallel, layout.context_parallel
+    own = trace.block_outputs / layout.ranks_of_sequence * passes
+    size += 4 * 2 * own * (s - 1) / s  # queries, keys, values and outputs, in forward and in backward
+    size += 3 * 2 * own * (c - 1)  # keys and values in forward and in backward, and their gradients
     between_stages = 2 * trace.block_outputs / _num_blocks(trace) * passes  # activations and gradients
     return size + between_stages * (layout.stages > 1)
 

@@ -51,6 +51,11 @@ def _has(axis: MeshAxis) -> Callable[[Strategy], bool]:
     return has_axis
 
 
+def _rotates_keys(strategy: Strategy) -> bool:
+    """Returns whether torch shards the sequences of a run by context parallelism alone."""
+    return _has(MeshAxis.CP)(strategy) and not _exchanges_heads("torch")(strategy)
+
+
 def _exchanges_heads(backend: str) -> Callable[[Strategy], bool]:
     """Returns a function that returns whether a backend shards the sequences of a run by Ulysses."""
 
@@ -109,7 +114,7 @@ def _may_be_packed(strategy: Strategy, obj: object, requested: bool | None) -> b
 
 LAYERS = (
     Row("pipeline.KeptStructures", "keeps structures of models before they are split", _compares_pipelines),
-    Row("axes.ContextAxis", "splits sequences, with attention over all ranks", _has(MeshAxis.CP)),
+    Row("axes.ContextAxis", "splits sequences, with attention over all ranks", _rotates_keys),
     Row(
         "axes.UlyssesAxis",
         "splits sequences, and exchanges heads for them (DeepSpeed)",

@@ -140,6 +140,15 @@ def test_sequence_parallel_divides_activations_and_exchanges_heads() -> None:
     assert exchanged == 8 * 60 / 4
 
 
+def test_context_parallel_divides_activations_and_exchanges_keys_and_values() -> None:
+    layout = Layout(shards=4, context_parallel=2, sequence_parallel=2)
+    assert memory_of(TRACE, layout).activations == memory_of(TRACE, Layout(shards=4)).activations / 4
+    assert layout.samples_per_batch == 1
+    assert layout.name == "ddp + cp 2 + sp 2"
+    exchanged = communication_of(TRACE, layout) - communication_of(TRACE, Layout(shards=4))
+    assert exchanged == 8 * 60 / 4 / 2 + 6 * 60 / 4
+
+
 def test_candidates_use_all_devices() -> None:
     found = list(candidate_layouts(8, replace(TRACE, can_split_layers=True)))
     assert all(each.shards * each.tensor_parallel * each.stages == 8 for each in found)

@@ -59,6 +59,7 @@ def composed(*args: Any, **options: Any) -> Any:
         ({"tp_size": 2, "ep_size": 2}, [ExpertAxis, TensorAxis, ShardedModels]),
         ({"sp_size": 2}, [UlyssesAxis]),
         ({"sp_size": 2, "sp_backend": "torch"}, [SequenceAxis]),
+        ({"cp_size": 2, "sp_size": 2, "sp_backend": "torch"}, [SequenceAxis]),
     ],
 )
 def test_layers_follow_the_sizes(sizes: dict[str, Any] | None, kinds: list[type[Layer]]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from time import perf_counter_ns
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -21,6 +22,7 @@ from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.devices import of_device
 from accelerate.nested import recursively_apply
 from accelerate.parallelism_config import MeshAxis
+from accelerate.planning import Layout
 from accelerate.state import services
 from accelerate.strategies.axes.masks import (
     LatestShards,
@@ -87,6 +89,10 @@ class ContextAxis(Layer):
             mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=set(no_restore_buffers or ())
         )
         return _with_checked_attention(context, tensors, dims, mesh)
+
+    def memory_layout(self, layout: Layout) -> Layout:
+        """Returns a layout in which activations are those of a part of each sequence."""
+        return replace(layout, context_parallel=self._mesh[MeshAxis.CP.value].size())
 
 
 def _check_buffers(buffers: list[Tensor], dims: list[int], size: int) -> None:

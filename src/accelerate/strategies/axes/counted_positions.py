@@ -64,8 +64,7 @@ def count(arange: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[
         return arange(*args, **kwargs)
     forward.num_counted += 1
     options = {name: value for name, value in kwargs.items() if name not in _NAMES}
-    start = sum(shards.sizes[: shards.rank])
-    return arange(start, start + end, **options)
+    return shards.shard(arange(shards.length, **options), 0)
 
 
 def _end_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:

@@ -28,6 +28,7 @@ from accelerate.strategies.axes.head_exchange import (
     join,
     repeats_of,
 )
+from accelerate.strategies.axes.ring_attention import attend_by_layer, attend_over_blocks
 from accelerate.strategies.axes.sequence_shards import SequenceShards
 from accelerate.strategies.axes.sharded_forwards import (
     Binding,
@@ -45,7 +46,12 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 def replace_all(stack: ExitStack, bindings: list[Binding]) -> None:
     """Replaces the functions until a stack is closed."""
-    stack.enter_context(torch_private.attention_replaced(attend))
+    state, attention = sequence_state(), torch.nn.functional.scaled_dot_product_attention
+    if state.ring is not None:
+        state.ring_attention = stack.enter_context(state.ring())
+    stack.enter_context(
+        torch_private.attention_replaced(lambda function, args, kwargs: attend(attention, args, kwargs))
+    )
     for loss in LOSSES:
         stack.enter_context(torch_private.function_replaced(loss.__name__, cross_entropy))
     stack.enter_context(torch_private.function_replaced("arange", count, torch))
@@ -93,23 +99,30 @@ def attend(attention: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapp
     """
     state = sequence_state()
     arguments = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-    query, key = arguments["query"], arguments["key"]
+    query, key, value = heads = tuple(arguments.pop(name) for name in _NAMES[:3])
+    if (blocks_of := state.blocks_of) is not None:  # the function of transformers, after the exchange
+        state.blocks_of = None
+        return attend_over_blocks(attention, heads, arguments, blocks_of)
     shards = _shards_for(query, key, state.current)
     if shards is None:
         return attention(*args, **kwargs)
     _count(state)
-    value = arguments["value"]
-    del arguments["query"], arguments["key"], arguments["value"]
-    shapes = [list(each.shape) for each in (query, key, value)]
-    if any(each.ndim != 4 for each in (query, key, value)):
+    shapes = [list(each.shape) for each in heads]
+    if any(each.ndim != 4 for each in heads):
         raise ConfigurationError(
             f"scaled_dot_product_attention gets tensors of shapes {shapes}, and sp_size exchanges the heads "
             "of tensors of shape [batch, heads, sequence, size]. Reshape query, key and value."
         )
     if (mask := arguments.get("attn_mask")) is not None:
         arguments["attn_mask"] = heads_of_mask(mask, query.shape[HEADS], shards)
+
+    def compute(*tensors: Tensor) -> Tensor:
+        if shards.ranks.ring is not None:
+            return attend_over_blocks(attention, tensors, arguments, shards)
+        return attention(*tensors, **arguments)
+
     with state.whole():
-        return exchanged(lambda q, k, v: attention(q, k, v, **arguments), query, key, value, shards)
+        return exchanged(compute, query, key, value, shards)
 
 
 def _count(state: SequenceState) -> None:
@@ -207,11 +220,17 @@ def attend_in_layer(
     kwargs = {name: _whole_argument(name, value, heads, forward) for name, value in kwargs.items()}
     mask = kwargs.pop("attention_mask", None)
 
-    def compute(*tensors: Tensor) -> Tensor:
-        outputs: Tensor = attention(part, *tensors, mask, *args, **kwargs)[0]
+    def attend_whole(*tensors: Any, **kwargs: Any) -> Tensor:
+        outputs: Tensor = attention(part, *tensors, *args, **kwargs)[0]
         return outputs.transpose(HEADS, SEQUENCE)
 
-    part = _LayerOfHeads(layer, heads, repeats_of(heads, key.shape[HEADS], len(shards.sizes)), shards)
+    def compute(*tensors: Tensor) -> Tensor:
+        if shards.ranks.ring is not None:
+            return attend_by_layer(attend_whole, tensors, mask, kwargs, shards)
+        return attend_whole(*tensors, mask, **kwargs)
+
+    repeats = repeats_of(heads, key.shape[HEADS], shards.ranks.exchange.size())
+    part = _LayerOfHeads(layer, heads, repeats, shards)
     with state.whole():
         outputs = exchanged(compute, query, key, value, shards)
     return outputs.transpose(HEADS, SEQUENCE).contiguous(), None
@@ -313,6 +332,11 @@ def sequence_parallel_attention(function: Function, head_dim: int = 1) -> Functi
         shards = _shards_for(tensors[0], tensors[1], state.current)
         if shards is None:
             return function(query, key, value, *args, **kwargs)
+        if shards.ranks.ring is not None:
+            raise ConfigurationError(
+                "A function of sequence_parallel_attention gets whole sequences, and with cp_size a rank has "
+                "a part of them. Set cp_size=1 for this model, or call scaled_dot_product_attention."
+            )
         _count(state)
 
         def compute(*heads: Tensor) -> Tensor:

@@ -150,12 +150,12 @@ class _Join(torch.autograd.Function):
         parts = [torch.empty_like(own) for _ in shards.sizes]
         dist.all_gather(parts, own, group=shards.group)
         sizes = zip(parts, shards.sizes, strict=True)
-        return torch.cat([part.narrow(dim, 0, size) for part, size in sizes], dim)
+        return shards.assemble([part.narrow(dim, 0, size) for part, size in sizes], dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         shards: SequenceShards = ctx.shards
-        chunks = torch.split(gradients[0], list(shards.sizes), ctx.dim)
+        chunks = [shards.shard(gradients[0], ctx.dim, rank) for rank in range(len(shards.sizes))]
         shapes = [tuple(chunks[shards.rank].shape)] * len(chunks)
         (received,) = _exchange([chunks], [shapes], shards.group)
         return torch.stack(received).sum(0), None, None
@@ -173,12 +173,13 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def exchanged(attend: Attend, query: Tensor, key: Tensor, value: Tensor, shards: SequenceShards) -> Tensor:
-    """Computes attention over whole sequences, with the heads of this rank.
+    """Computes attention over the positions of all ranks that exchange heads, with the heads of this rank.
 
     Called on all ranks of the group, and communicates twice.
 
     Args:
-        attend: Attention, from tensors of shape [batch, heads, length, size] to such a tensor.
+        attend: Attention, from tensors of shape [batch, heads, positions of these ranks, size] to such a
+            tensor.
         query: Queries of shape [batch, heads, positions of this rank, size].
         key: Keys, which may have fewer heads.
         value: Values, with the heads of the keys.
@@ -187,6 +188,7 @@ def exchanged(attend: Attend, query: Tensor, key: Tensor, value: Tensor, shards:
     Raises:
         ConfigurationError: The heads cannot be divided.
     """
+    shards = shards.exchange
     repeats = repeats_of(query.shape[HEADS], key.shape[HEADS], len(shards.sizes))
     if repeats > 1:
         key, value = (each.repeat_interleave(repeats, HEADS) for each in (key, value))

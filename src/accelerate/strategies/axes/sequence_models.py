@@ -25,15 +25,18 @@ RECURRENT = (
     "xLSTM",
 )
 """Parts of the names of classes whose layers carry a state over positions."""
+GATHERED = ("sdpa", "eager")
+"""Attention implementations of transformers that take keys of other positions than those of the queries."""
 
 
-def check_model(model: nn.Module, ranks: int, shards_of_heads: int) -> None:
+def check_model(model: nn.Module, ranks: int, shards_of_heads: int, ring: int = 1) -> None:
     """Raises an error for a model whose sequences cannot be divided.
 
     Args:
         model: A model that is not prepared.
         ranks: Number of ranks that divide sequences.
         shards_of_heads: Number of ranks that divide heads already, by tensor parallelism.
+        ring: Number of ranks that exchange keys and values, by context parallelism.
 
     Raises:
         PreparationError: A layer combines positions by other means than attention, or heads cannot be
@@ -69,6 +72,13 @@ def check_model(model: nn.Module, ranks: int, shards_of_heads: int) -> None:
         raise PreparationError(
             f"{kind} has {heads} attention heads, which sp_size={ranks}{with_tensors} does not divide. "
             "Choose a size that divides them."
+        )
+    attention = getattr(config, "_attn_implementation", None)
+    if ring > 1 and attention not in (None, *GATHERED):
+        raise PreparationError(
+            f"{kind} computes attention by {attention!r}, which takes queries and keys of the same "
+            f"positions, and cp_size={ring} with sp_size={ranks} gives it the keys of other ranks. Load it "
+            "with attn_implementation='sdpa', or set cp_size=1."
         )
 
 

@@ -2,23 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+Ranges = tuple[tuple[int, int], ...]
+"""First positions of ranges, and the positions after their ends."""
 
-class SequenceShards(NamedTuple):
-    """Shards of the sequences of one batch, of which each rank has consecutive positions.
+
+class SequenceRanks(NamedTuple):
+    """Ranks that divide each sequence.
 
     Attributes:
-        group: Process group of the ranks.
-        rank: Rank of this process in the group.
-        sizes: Number of positions of each rank, which differ by at most 1.
+        group: Process group of all of them.
+        exchange: Process group of those that exchange heads.
+        ring: Device mesh of those that exchange keys and values by context parallelism, or None without it.
+            Ranks of the same group `exchange` are neighbors in `group`.
     """
 
     group: Any
+    exchange: Any
+    ring: Any = None
+
+    @property
+    def sizes(self) -> str:
+        """Sizes of the axes as a program gives them."""
+        of_heads = f"sp_size={self.exchange.size()}"
+        return of_heads if self.ring is None else f"cp_size={self.ring.size()} with {of_heads}"
+
+    @property
+    def ones(self) -> str:
+        """Sizes of the axes with which no sequence is divided."""
+        return "sp_size=1" if self.ring is None else "cp_size=1 and sp_size=1"
+
+
+class SequenceShards(NamedTuple):
+    """Shards of the sequences of one batch.
+
+    Attributes:
+        ranks: The ranks.
+        rank: Rank of this process in their group.
+        ranges: Positions of each rank.
+    """
+
+    ranks: SequenceRanks
     rank: int
-    sizes: tuple[int, ...]
+    ranges: tuple[Ranges, ...]
+
+    @property
+    def group(self) -> Any:
+        """Process group of the ranks."""
+        return self.ranks.group
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of positions of each rank."""
+        return tuple(map(_size, self.ranges))
 
     @property
     def length(self) -> int:
@@ -28,20 +70,98 @@ class SequenceShards(NamedTuple):
     @property
     def own(self) -> int:
         """Positions of this rank."""
-        return self.sizes[self.rank]
+        return _size(self.ranges[self.rank])
 
-    def shard(self, tensor: Tensor, dim: int) -> Tensor:
-        """Returns the positions of this rank of whole sequences."""
-        return tensor.narrow(dim, sum(self.sizes[: self.rank]), self.own)
+    def shard(self, tensor: Tensor, dim: int, rank: int | None = None) -> Tensor:
+        """Returns the positions of a rank of whole sequences, by default those of this rank."""
+        ranges = self.ranges[self.rank if rank is None else rank]
+        parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def assemble(self, shards: Sequence[Tensor], dim: int) -> Tensor:
+        """Returns whole sequences from the positions of each rank."""
+        parts: dict[int, Tensor] = {}
+        for shard, ranges in zip(shards, self.ranges, strict=True):
+            sizes = [stop - start for start, stop in ranges]
+            parts.update(zip((start for start, _ in ranges), torch.split(shard, sizes, dim), strict=True))
+        return torch.cat([parts[start] for start in sorted(parts)], dim)
 
     def heads(self, tensor: Tensor, dim: int) -> Tensor:
         """Returns the entries of a dimension that belong to the heads of this rank."""
-        size = tensor.shape[dim] // len(self.sizes)
-        return tensor.narrow(dim, self.rank * size, size)
+        ranks = self.ranks.exchange.size()
+        size = tensor.shape[dim] // ranks
+        return tensor.narrow(dim, self.rank % ranks * size, size)
+
+    @property
+    def exchange(self) -> SequenceShards:
+        """Shards of the positions that the ranks have which exchange heads with this one."""
+        if self.ranks.ring is None:
+            return self
+        size = self.ranks.exchange.size()
+        block = self.rank // size
+        sizes = self.sizes[block * size : (block + 1) * size]
+        return consecutive(SequenceRanks(self.ranks.exchange, self.ranks.exchange), self.rank % size, sizes)
+
+    @property
+    def blocks(self) -> SequenceShards | None:
+        """Shards of the ranks of the ring, which have some heads of their positions after the exchange."""
+        if self.ranks.ring is None:
+            return None
+        group, size = self.ranks.ring.get_group(), self.ranks.exchange.size()
+        starts = range(0, len(self.ranges), size)
+        ranges = tuple(sum(self.ranges[start : start + size], ()) for start in starts)
+        return SequenceShards(SequenceRanks(group, group), self.rank // size, ranges)
 
 
-def divide(length: int, group: Any) -> SequenceShards:
-    """Returns the shards of sequences of a length, without padding."""
-    ranks = group.size()
-    sizes = tuple(length // ranks + (rank < length % ranks) for rank in range(ranks))
-    return SequenceShards(group, group.rank(), sizes)
+def _size(ranges: Ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def consecutive(ranks: SequenceRanks, rank: int, sizes: Sequence[int]) -> SequenceShards:
+    """Returns shards of consecutive positions, of certain sizes."""
+    return SequenceShards(ranks, rank, tuple((each,) for each in pairwise(accumulate(sizes, initial=0))))
+
+
+def divide(length: int, ranks: SequenceRanks) -> SequenceShards:
+    """Returns the shards of sequences of a length, without padding.
+
+    Ranks that exchange heads have numbers of positions that differ by at most 1. With a ring, each of its
+    ranks has a chunk from each end of the sequences, because later positions attend to more positions. The
+    last chunks may be shorter than others, and ranks may have no positions in sequences that are too short.
+    """
+    size = ranks.exchange.size()
+    shards = [part for block in _blocks(length, ranks) for part in _split(block, size)]
+    return SequenceShards(ranks, ranks.group.rank(), tuple(shards))
+
+
+def _blocks(length: int, ranks: SequenceRanks) -> list[Ranges]:
+    """Returns the positions of each rank of the ring."""
+    if ranks.ring is None:
+        return [((0, length),)]
+    size, chunk = ranks.ring.size(), chunk_of(length, ranks)
+    chunks = [(min(i * chunk, length), min((i + 1) * chunk, length)) for i in range(2 * size)]
+    return [(chunks[rank], chunks[-1 - rank]) for rank in range(size)]
+
+
+def chunk_of(length: int, ranks: SequenceRanks) -> int:
+    """Returns the positions of a chunk, of which each rank of the ring has two."""
+    size: int = ranks.ring.size()
+    return -(-length // (2 * size))
+
+
+def _split(ranges: Ranges, size: int) -> list[Ranges]:
+    """Returns parts of positions whose sizes differ by at most 1."""
+    total = _size(ranges)
+    sizes = [total // size + (i < total % size) for i in range(size)]
+    return [_between(ranges, start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+
+
+def _between(ranges: Ranges, start: int, stop: int) -> Ranges:
+    """Returns the ranges from one of their positions to another one."""
+    found, before = [], 0
+    for first, last in ranges:
+        begin, end = max(start - before, 0), min(stop - before, last - first)
+        if begin < end:
+            found.append((first + begin, first + end))
+        before += last - first
+    return tuple(found) or ((0, 0),)

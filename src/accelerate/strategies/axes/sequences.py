@@ -1,10 +1,12 @@
 """Ulysses sequence parallelism by torch, in which attention exchanges heads for sequences.
 
-The ranks of the axis have consecutive shards of each sequence. A model is called with whole sequences, or in
-a block with shards. All of its layers compute the positions of their rank, except for attention, which
-computes whole sequences for a part of the heads.
+The ranks of the axis have shards of each sequence. A model is called with whole sequences, or in a block with
+shards. All of its layers compute the positions of their rank, except for attention, which computes whole
+sequences for a part of the heads. With context parallelism, too, the ranks of both axes divide sequences, and
+attention of the heads of a rank is computed over the ranks of the other axis.
 
-Source: Jacobs et al., DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509
+Sources: Jacobs et al., DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509, and Fang and Zhao, Unified
+Sequence Parallelism, https://arxiv.org/abs/2405.07719
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from time import perf_counter_ns
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -29,6 +31,7 @@ from accelerate.planning import Layout
 from accelerate.strategies.axes.counted_positions import scale_by_whole_length, scales_by_length
 from accelerate.strategies.axes.exchanged_attention import replacement_of, whole_positions
 from accelerate.strategies.axes.head_exchange import join
+from accelerate.strategies.axes.ring_attention import ring_enabled
 from accelerate.strategies.axes.sequence_inputs import (
     Inputs,
     completed,
@@ -42,7 +45,7 @@ from accelerate.strategies.axes.sequence_inputs import (
     without_cache,
 )
 from accelerate.strategies.axes.sequence_models import check_model
-from accelerate.strategies.axes.sequence_shards import SequenceShards, divide
+from accelerate.strategies.axes.sequence_shards import SequenceRanks, SequenceShards, consecutive, divide
 from accelerate.strategies.axes.sharded_forwards import (
     LatestSequences,
     ShardedForward,
@@ -70,24 +73,32 @@ class SequenceAxis(Layer):
         self._models: WeakSet[nn.Module] = WeakSet()
         count_whole_batches()
 
-    @property
-    def _group(self) -> Any:
-        return self._mesh[MeshAxis.SP.value].get_group()
+    @cached_property
+    def _ranks(self) -> SequenceRanks:
+        exchange = self._mesh[MeshAxis.SP.value].get_group()
+        if not self._parallelism.cp_enabled:
+            return SequenceRanks(exchange, exchange)
+        axes = MeshAxis.CP.value, MeshAxis.SP.value
+        both = torch_private.flatten_mesh(self._mesh[axes], "_".join(axes))
+        return SequenceRanks(both.get_group(), exchange, self._mesh[MeshAxis.CP.value])
 
     def check_model(self, model: nn.Module) -> None:
         """Raises an error for layers that combine positions by other means than attention."""
-        check_model(model, self._parallelism.sp_size, self._parallelism.tp_size)
+        check_model(model, self._parallelism.sp_size, self._parallelism.tp_size, self._parallelism.cp_size)
 
     def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
         """Adds hooks that give a model the positions of this rank, and join its outputs."""
         if model in self._models:
             return model
         self._models.add(model)
-        bindings = sequence_state().bindings
-        bindings.update({(id(b.namespace), b.name): b for b in bindings_of(model, replacement_of)})
+        ranks, state = self._ranks, sequence_state()
+        bindings = bindings_of(model, replacement_of)
+        state.bindings.update({(id(b.namespace), b.name): b for b in bindings})
         for part in filter(scales_by_length, model.modules()):
             scale_by_whole_length(part, whole_positions)
-        forwards = _Forwards(self._group, self._parallelism.sp_handler.sequence_dims, self._precision)
+        if ranks.ring is not None:
+            state.ring = partial(ring_enabled, ranks.ring, self._parallelism.cp_handler.cp_comm_strategy)
+        forwards = _Forwards(ranks, self._parallelism.sp_handler.sequence_dims, self._precision)
         model.register_forward_pre_hook(forwards.begin, with_kwargs=True)
         model.register_forward_hook(forwards.end, always_call=True)
         return model
@@ -100,7 +111,12 @@ class SequenceAxis(Layer):
     ) -> AbstractContextManager[None]:
         """Returns a context in which buffers are the positions of this rank."""
         tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
-        shards = divide(_length_of_buffers(tensors, dims, self._group.size()), self._group)
+        ranks = self._ranks
+        shards = divide(_length_of_buffers(tensors, dims), ranks)
+        if not min(shards.sizes):
+            reason = f"{ranks.sizes} divides sequences of {shards.length} positions"
+            shapes = [list(each.shape) for each in tensors]
+            raise wrong_value("buffers", shapes, reason, "Pass longer sequences, or choose smaller sizes")
         return _in_shards(shards, tensors, dims, {id(each) for each in no_restore_buffers or ()})
 
     def joined(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -120,24 +136,27 @@ class SequenceAxis(Layer):
 
     def memory_layout(self, layout: Layout) -> Layout:
         """Returns a layout in which activations are those of a part of each sequence."""
-        return replace(layout, sequence_parallel=self._parallelism.sp_size)
+        sizes = self._parallelism
+        return replace(layout, sequence_parallel=sizes.sp_size, context_parallel=sizes.cp_size)
 
     def release(self) -> None:
         """Forgets the models of the run."""
-        sequence_state().bindings.clear()
+        state = sequence_state()
+        state.bindings.clear()
+        state.ring = None
 
 
 class _Forwards:
     """Hooks of a model that computes the positions of this rank.
 
     Args:
-        group: Process group of the axis.
+        ranks: Ranks that divide sequences.
         dims: Dimensions of sequences by the names of arguments.
         precision: Mixed precision of the run by name.
     """
 
-    def __init__(self, group: Any, dims: dict[str, int | None], precision: str) -> None:
-        self._group, self._dims, self._precision = group, dims, precision
+    def __init__(self, ranks: SequenceRanks, dims: dict[str, int | None], precision: str) -> None:
+        self._ranks, self._dims, self._precision = ranks, dims, precision
         self._has_trained = False
         self._checked: dict[Any, Checked] = {}
         self._open: list[tuple[ShardedForward | None, OutputDims | None, ShardedForward | None] | None] = []
@@ -172,7 +191,7 @@ class _Forwards:
         shards, length = state.block, length_of(inputs, name)
         in_block = shards is not None and length == shards.own
         if not in_block:
-            shards = _divide(length, self._group, name)
+            shards = _divide(length, self._ranks, name)
             if is_ambiguous(inputs, shards, self._dims):
                 return inputs, None, None  # each rank computes whole sequences
         assert shards is not None
@@ -225,12 +244,12 @@ class _Forwards:
             return
         self._has_trained = True
         own = torch.stack([loss.detach().float() for loss in losses]).unsqueeze(0)
-        values = join(own, 0, SequenceShards(shards.group, shards.rank, (1,) * len(shards.sizes)))
+        values = join(own, 0, consecutive(shards.ranks, shards.rank, (1,) * len(shards.sizes)))
         rounding = 8 * max(torch.finfo(loss.dtype).eps for loss in losses)
         if not torch.allclose(values, values[:1].expand_as(values), rtol=rounding, atol=0, equal_nan=True):
             raise ConfigurationError(
                 f"The loss of {type(model).__name__} in training is {values[:, 0].tolist()} on the ranks of "
-                f"sp_size={len(shards.sizes)}, and that of whole sequences is equal on all. Compute it by "
+                f"{shards.ranks.sizes}, and that of whole sequences is equal on all. Compute it by "
                 "cross_entropy, or from the outputs, outside of the model."
             )
 
@@ -264,14 +283,15 @@ def _is_loss(tensor: Tensor) -> bool:
     return tensor.ndim == 0 and tensor.requires_grad
 
 
-def _divide(length: int, group: Any, name: str) -> SequenceShards:
-    if length < group.size():
+def _divide(length: int, ranks: SequenceRanks, name: str) -> SequenceShards:
+    shards = divide(length, ranks)
+    if not min(shards.sizes):
         raise ConfigurationError(
-            f"{name} gets sequences of {length} positions, and sp_size={group.size()} ranks divide each "
-            "sequence. Pass longer sequences. For generation, call the model inside of "
+            f"{name} gets sequences of {length} positions, and {ranks.sizes} divides each sequence into "
+            f"{len(shards.sizes)} parts. Pass longer sequences. For generation, call the model inside of "
             "accelerator.unsharded(model)."
         )
-    return divide(length, group)
+    return shards
 
 
 def join_outputs(outputs: T, dims: OutputDims, shards: SequenceShards) -> T:
@@ -297,7 +317,7 @@ def join_outputs(outputs: T, dims: OutputDims, shards: SequenceShards) -> T:
 # Blocks
 
 
-def _length_of_buffers(buffers: list[Any], dims: list[Any], ranks: int) -> int:
+def _length_of_buffers(buffers: list[Any], dims: list[Any]) -> int:
     """Returns the length of sequences in buffers, or raises an error for other buffers."""
     if not buffers:
         raise ConfigurationError(
@@ -318,9 +338,6 @@ def _length_of_buffers(buffers: list[Any], dims: list[Any], ranks: int) -> int:
         shapes = [list(buffer.shape) for buffer in buffers]
         raise wrong_value("buffers", shapes, reason, "Pass sequences of one length")
     (length,) = lengths
-    if length < ranks:
-        reason = f"sequences of {length} positions cannot be divided among {ranks} ranks"
-        raise wrong_value("sp_size", ranks, reason, "Pass longer sequences, or choose a smaller sp_size")
     return int(length)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple
@@ -20,6 +20,8 @@ from accelerate import torch_private
 from accelerate.base import ConfigurationError
 from accelerate.state import services
 from accelerate.strategies.axes.sequence_shards import SequenceShards
+
+Attention = Callable[..., Tensor]
 
 
 class ShardedForward:
@@ -71,6 +73,9 @@ class SequenceState:
     block: SequenceShards | None = None  # of a block in which the loop has shards
     is_off: bool = False  # while each rank runs models on its own
     latest: LatestSequences | None = None
+    ring: Callable[[], AbstractContextManager[Attention]] | None = None  # enables context parallelism
+    ring_attention: Attention | None = None  # of torch, while it is enabled
+    blocks_of: SequenceShards | None = None  # for the next call of attention, with heads of this rank
     replace_all: Callable[[ExitStack, list[Binding]], None]  # replaces the functions
 
     def __init__(self) -> None:
@@ -108,6 +113,15 @@ class SequenceState:
             yield
         finally:
             self.forward = before
+
+    @contextmanager
+    def over_blocks(self, shards: SequenceShards) -> Iterator[None]:
+        """Lets the first call of attention inside the block be one over the blocks of a ring."""
+        self.blocks_of = shards
+        try:
+            yield
+        finally:
+            self.blocks_of = None
 
     def resume(self, forward: ShardedForward) -> None:
         """Makes a forward the current one until its backward pass ends, because it may be computed again."""

@@ -23,7 +23,7 @@ from accelerate.precision import AutocastForward
 from accelerate.strategies.axes.counted_positions import Site, SitesOf
 from accelerate.strategies.axes.sequence_check import in_evaluation
 from accelerate.strategies.axes.sequence_inputs import Inputs, beginning, sharded
-from accelerate.strategies.axes.sequence_shards import SequenceShards, divide
+from accelerate.strategies.axes.sequence_shards import SequenceRanks, SequenceShards, divide
 from accelerate.strategies.axes.sharded_forwards import ShardedForward, sequence_state
 from accelerate.strategies.dtensors import units_of
 from accelerate.strategies.tolerances import tolerance_of
@@ -117,7 +117,7 @@ def check_forward(
     Raises:
         ConfigurationError: The outputs differ, or the ranks have different batches.
     """
-    name, ranks = type(model).__name__, len(shards.sizes)
+    name, ranks = type(model).__name__, shards.ranks
     if precision in ("fp16", "bf16") and _has_autocast(model):
         precision = "no"  # in which smaller differences are found
     compare = partial(_compare_enough, model, inputs, complete, shards, dims)
@@ -131,7 +131,7 @@ def check_forward(
     _refuse_differences(name, ranks, results, limit)
     if max(each.of_padding for each in results) > limit:
         raise ConfigurationError(
-            f"{name} derives positions from its attention_mask, which sp_size={ranks} does not. Pass "
+            f"{name} derives positions from its attention_mask, which {ranks.sizes} does not. Pass "
             "position_ids with the positions of tokens, such as (attention_mask.cumsum(1) - 1).clamp(min=0)."
         )
     return Checked(compared.dims, not any(each.is_undefined for each in results), used)
@@ -191,13 +191,13 @@ def _are_equal(results: list[Result], limit: float) -> bool:
     )
 
 
-def _refuse_errors(name: str, ranks: int, compared: Comparison) -> None:
+def _refuse_errors(name: str, ranks: SequenceRanks, compared: Comparison) -> None:
     results = compared.results
     if any(each.inputs != results[0].inputs for each in results):
         raise ConfigurationError(
-            f"The {ranks} ranks of sp_size={ranks} have different batches for {name}, and each computes a "
-            "part of the sequences of one batch. Prepare the loader, whose batches are then equal on these "
-            "ranks."
+            f"The {ranks.group.size()} ranks of {ranks.sizes} have different batches for {name}, and each "
+            "computes a part of the sequences of one batch. Prepare the loader, whose batches are then equal "
+            "on these ranks."
         )
     if compared.error is not None:
         raise compared.error
@@ -206,39 +206,39 @@ def _refuse_errors(name: str, ranks: int, compared: Comparison) -> None:
     if own:
         raise ConfigurationError(
             f"{name} computes outputs on whole sequences, and raises an error on the positions of a rank of "
-            f"sp_size={ranks} ({own}). Set sp_size=1 for this model, or give the dimensions of its inputs in "
-            "TorchSequenceParallelConfig(sequence_dims={...})."
+            f"{ranks.sizes} ({own}). Set {ranks.ones} for this model, or give the dimensions of its inputs "
+            "in TorchSequenceParallelConfig(sequence_dims={...})."
         )
     if entire:
         raise ConfigurationError(
-            f"{name} raises an error on whole sequences ({entire}), so sp_size={ranks} cannot be compared "
-            "with one rank. Train a model that takes whole sequences, or set sp_size=1."
+            f"{name} raises an error on whole sequences ({entire}), so {ranks.sizes} cannot be compared "
+            f"with one rank. Train a model that takes whole sequences, or set {ranks.ones}."
         )
 
 
-def _refuse_differences(name: str, ranks: int, results: list[Result], limit: float) -> None:
+def _refuse_differences(name: str, ranks: SequenceRanks, results: list[Result], limit: float) -> None:
     if other := next((each.other for each in results if each.other), None):
         raise ConfigurationError(
-            f"{name} returns {other}, so sp_size={ranks} cannot join it. Return one entry "
-            "for each position, or set sp_size=1."
+            f"{name} returns {other}, so {ranks.sizes} cannot join it. Return one entry "
+            f"for each position, or set {ranks.ones}."
         )
     if not all(each.num_attentions for each in results):
         raise ConfigurationError(
-            f"The forward of {name} has not called an attention function that sp_size={ranks} replaces, so "
+            f"The forward of {name} has not called an attention function that {ranks.sizes} replaces, so "
             "each rank would attend to its own positions only. Choose attention by "
             "scaled_dot_product_attention, for models of transformers by attn_implementation='sdpa', wrap "
-            "another function by accelerate.utils.sequence_parallel_attention, or set sp_size=1. A head is a "
-            "part of the model whose attention it follows: prepare them as one module."
+            f"another function by accelerate.utils.sequence_parallel_attention, or set {ranks.ones}. A head is "
+            "a part of the model whose attention it follows: prepare them as one module."
         )
     difference = max(each.difference for each in results)
     if difference > limit:
         raise ConfigurationError(
             f"{name} computes other outputs on the positions of a rank than on whole sequences (relative "
-            f"difference {difference:.1e}), so sp_size={ranks} would train another model. Only attention by "
+            f"difference {difference:.1e}), so {ranks.sizes} would train another model. Only attention by "
             "a replaced function may combine positions, and positions must be an argument of the model or "
             "torch.arange(length) in its forward. A loss that is no cross_entropy or nll_loss of one label "
-            "for each position is computed from the outputs, outside of the model. Set sp_size=1 for means "
-            "over a sequence, pooled outputs and labels that the model shifts."
+            f"for each position is computed from the outputs, outside of the model. Set {ranks.ones} for "
+            "means over a sequence, pooled outputs and labels that the model shifts."
         )
 
 
@@ -258,7 +258,7 @@ def _compare(
     """Compares the outputs for the first positions."""
     entire = beginning(inputs, shards.length, size, dims)
     completed = complete(entire, size)
-    parts = divide(size, shards.group)
+    parts = divide(size, shards.ranks)
     own, positions = sharded(completed, parts, dims), completed.get("position_ids")
     forward = ShardedForward(parts, positions if isinstance(positions, Tensor) else None, sites)
     state, found = sequence_state(), OutputDims()
