@@ -321,7 +321,7 @@ def sequence_parallel_attention(function: Function, head_dim: int = 1) -> Functi
             size], and 2 is [batch, sequence, heads, size].
 
     Raises:
-        ConfigurationError: `head_dim` is neither 1 nor 2.
+        ConfigurationError: `head_dim` is neither 1 nor 2, or the function is called with `cp_size` above 1.
     """
     one_of("head_dim", head_dim, (HEADS, SEQUENCE))
 

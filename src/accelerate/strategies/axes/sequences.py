@@ -96,8 +96,9 @@ class SequenceAxis(Layer):
         state.bindings.update({(id(b.namespace), b.name): b for b in bindings})
         for part in filter(scales_by_length, model.modules()):
             scale_by_whole_length(part, whole_positions)
-        if ranks.ring is not None:
-            state.ring = partial(ring_enabled, ranks.ring, self._parallelism.cp_handler.cp_comm_strategy)
+        handler = self._parallelism.cp_handler
+        has_ring = ranks.ring is not None
+        state.ring = partial(ring_enabled, ranks.ring, handler.cp_comm_strategy) if has_ring else None
         forwards = _Forwards(ranks, self._parallelism.sp_handler.sequence_dims, self._precision)
         model.register_forward_pre_hook(forwards.begin, with_kwargs=True)
         model.register_forward_hook(forwards.end, always_call=True)

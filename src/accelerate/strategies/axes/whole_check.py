@@ -227,8 +227,8 @@ def _refuse_differences(name: str, ranks: SequenceRanks, results: list[Result], 
             f"The forward of {name} has not called an attention function that {ranks.sizes} replaces, so "
             "each rank would attend to its own positions only. Choose attention by "
             "scaled_dot_product_attention, for models of transformers by attn_implementation='sdpa', wrap "
-            f"another function by accelerate.utils.sequence_parallel_attention, or set {ranks.ones}. A head is "
-            "a part of the model whose attention it follows: prepare them as one module."
+            f"another function by accelerate.utils.sequence_parallel_attention, or set {ranks.ones}. A head "
+            "is a part of the model whose attention it follows: prepare them as one module."
         )
     difference = max(each.difference for each in results)
     if difference > limit:

@@ -12,6 +12,8 @@ from torch import nn
 
 from accelerate import ParallelismConfig
 from accelerate.base import ConfigurationError, PreparationError
+from accelerate.planning import Layout
+from accelerate.strategies.axes import ContextAxis, SequenceAxis
 from accelerate.strategies.axes.head_exchange import repeats_of
 from accelerate.strategies.axes.sequence_inputs import beginning, inputs_of, length_of, sharded
 from accelerate.strategies.axes.sequence_models import check_model
@@ -179,6 +181,16 @@ def test_the_beginning_of_inputs_has_whole_masks() -> None:
 def test_a_forward_without_sequences_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="Model gets no tensor of shape"):
         length_of(inputs_of(Model(), (torch.zeros(3),), {}), "Model")
+
+
+def test_plans_divide_activations_by_the_ranks_of_sequences() -> None:
+    sizes = ParallelismConfig(cp_size=2, sp_size=2, sp_backend="torch")
+    request = SimpleNamespace(parallelism=sizes)
+    context = SimpleNamespace(mesh={"cp": Mesh(2, 0)}, request=request, mixed_precision="no")
+    strategy = SimpleNamespace(context=context)
+    both = SequenceAxis(strategy).memory_layout(Layout(shards=8))
+    assert (both.name, both.samples_per_batch) == ("ddp + cp 2 + sp 2", 2)
+    assert ContextAxis(strategy).memory_layout(Layout(shards=8)).name == "ddp + cp 2"
 
 
 class MambaMixer(nn.Module):
