@@ -350,7 +350,7 @@ def test_training_in_16_bits_is_close_to_that_of_one_rank(run: Run) -> None:
 
 def compare_rings() -> tuple[dict[str, float], dict[str, int]]:
     """Returns the differences of models from one process, and how often they compute ring attention."""
-    kinds, counts = ["grouped", "packed", "own uneven"], {}
+    kinds, counts = ["grouped", "packed", "own uneven counting"], {}
     found = compare(kinds, [""], RING)
     for kind in kinds:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -371,7 +371,7 @@ def test_four_ranks_of_two_axes_train_as_one(run: Run) -> None:
     ranks = run(compare_rings, processes=4, timeout=120)
     check([found for found, _ in ranks])
     for _, counts in ranks:  # layers of causal attention without a mask
-        assert counts == {"grouped": 2, "packed": 0, "own uneven": 1}
+        assert counts == {"grouped": 2, "packed": 0, "own uneven counting": 1}
 
 
 @has_ring_on_cpu
