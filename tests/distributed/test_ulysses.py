@@ -24,7 +24,12 @@ from accelerate.losses import use_lm_loss
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.plugins import TorchContextParallelConfig
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import FullyShardedDataParallelPlugin, sequence_parallel_attention, set_seed
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    sequence_parallel_attention,
+    set_seed,
+)
 
 Run = Callable[..., list[Any]]
 has_ring_on_cpu = pytest.mark.skipif(
@@ -292,7 +297,9 @@ def compare(kinds: list[str], ways: list[str], sizes: dict[str, Any]) -> dict[st
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
             plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if "sharded" in way else None
+            are_apart = kind != "packed with a cache"  # with which documents attend to each other
             accelerator = Accelerator(
+                dataloader_config=DataLoaderConfiguration(check_packing=are_apart),
                 gradient_accumulation_steps=2 if "accumulated" in way else 1,
                 mixed_precision="bf16" if "bf16" in way else None,
                 fsdp_plugin=plugin,
