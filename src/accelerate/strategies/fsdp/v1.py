@@ -35,7 +35,6 @@ from accelerate.strategies.dtensors import (
     send_from_main,
 )
 from accelerate.strategies.fsdp import flat_states, flat_weights
-from accelerate.strategies.fsdp.elementwise import needs_whole_parameters
 from accelerate.strategies.fsdp.parameters import ensure_weights_retied, get_parameters_from_modules
 from accelerate.strategies.fsdp.sharding import UnitParameter, parameters_by_unit, plan_units
 from accelerate.strategies.fsdp.strategies import FsdpState, Sharded
@@ -43,6 +42,7 @@ from accelerate.strategies.recomputed_blocks import recompute
 from accelerate.strategies.request import Context
 from accelerate.strategies.session import parameter_ids
 from accelerate.strategies.state import Fill, WholeWeights
+from accelerate.strategies.trial_steps import needs_whole_parameters
 from accelerate.strategies.views import return_no_views
 
 logger = get_logger(__name__)

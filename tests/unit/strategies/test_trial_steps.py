@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.strategies.fsdp.elementwise import needs_whole_parameters
+from accelerate.strategies.trial_steps import needs_whole_parameters
 
 OPTIMIZERS: dict[str, tuple[bool, Any]] = {
     "Adafactor": (True, lambda parameters: torch.optim.Adafactor(parameters)),
