@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -343,7 +344,7 @@ def train_with_masks() -> list[str]:
     torch.manual_seed(0)
     texts = []
     full, short = torch.ones(8), torch.tensor([1.0, 1, 1, 1, 1, 0, 0, 1])
-    for masks in ([short], [full, full, full, short]):
+    for masks in ([short], [full, full, short], [full, full, full, short]):
         model = accelerator.prepare(MaskedMean())
         for mask in masks[:-1]:
             accelerator.forward_backward(model, {"hidden": torch.randn(8, 4), "mask": mask})
@@ -359,17 +360,20 @@ def test_a_loss_of_the_model_that_is_no_mean_over_samples_is_refused_whenever_it
 
 def refuse_models_at_prepare() -> list[str]:
     accelerator = make_accelerator()
-    compiled, whole = Net(), torch.compile(Net(), backend="eager")
+    compiled, whole, forward = Net(), torch.compile(Net(), backend="eager"), Net()
     compiled.layers[1].compile(backend="eager")
+    forward.layers[1].forward = torch.compile(forward.layers[1].forward, backend="eager")
     sharded = Net()
     mesh = init_device_mesh("cpu", (2,))
     parallelize_module(sharded, mesh, {"layers.*.linear": ColwiseParallel(output_layouts=Replicate())})
-    return [error_of(lambda model=model: accelerator.prepare(model)) for model in (compiled, whole, sharded)]
+    models = (compiled, forward, whole, sharded)
+    return [error_of(lambda model=model: accelerator.prepare(model)) for model in models]
 
 
 def test_models_that_are_compiled_or_sharded_are_refused_at_prepare(run: Run) -> None:
-    for compiled, whole, sharded in run(refuse_models_at_prepare):
+    for compiled, forward, whole, sharded in run(refuse_models_at_prepare):
         assert "layers.1 of Net are compiled" in compiled
+        assert "layers.1 of Net are compiled" in forward
         assert "are compiled" in whole
         assert "sharded before `prepare`" in sharded
 
@@ -533,24 +537,77 @@ def test_batches_that_differ_between_the_ranks_of_a_pipeline_are_refused(run: Ru
     assert all("have different batches" in found for found in run(train_on_own_batches, processes=2))
 
 
-def train_on_late_labels() -> str:
+def sum_of_others(outputs: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    return (F.cross_entropy(outputs, labels, reduction="none") * (labels != ignored)).sum()
+
+
+def mean_of_others(outputs: Tensor, labels: Tensor) -> Tensor:
+    return sum_of_others(outputs, labels, 3) / (labels != 3).sum()
+
+
+def masked_sum(outputs: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    labels, mask = target
+    return (F.cross_entropy(outputs, labels, reduction="none") * mask).sum()
+
+
+def masked_mean(outputs: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    return masked_sum(outputs, target) / target[1].sum()
+
+
+LATE: dict[str, tuple[int, Any]] = {
+    "default": (-100, F.cross_entropy),
+    "padding": (0, partial(F.cross_entropy, ignore_index=0)),
+    "ignored": (3, partial(F.cross_entropy, ignore_index=3)),
+    "compared": (3, mean_of_others),
+    "mask": (2, masked_mean),
+    "mask of samples": (2, lambda outputs, target: masked_sum(outputs, target) / len(outputs)),
+    "labels of samples": (3, lambda outputs, labels: sum_of_others(outputs, labels, 3) / len(outputs)),
+}
+
+
+def train_on_late_labels(kind: str) -> str:
     torch.manual_seed(0)
+    ignored, loss_fn = LATE[kind]
     accelerator = Accelerator(
         cpu=True, parallelism_config=ParallelismConfig(pp_size=2, pp_handler=PipelineConfig(microbatches=4))
     )
     model = accelerator.prepare(Net())
-    labels = torch.arange(8) % 4
+    labels, mask = torch.arange(8) % 2 + 1, torch.ones(8)
     for number in range(3):
         if number == 2:  # a batch whose loss is not compared otherwise
-            labels[5:] = -100
+            labels[5:], mask[5:] = ignored, 0
+        target = (labels, mask) if "mask" in kind else labels
         try:
-            accelerator.forward_backward(model, (torch.randn(8, 4), labels), F.cross_entropy)
+            accelerator.forward_backward(model, (torch.randn(8, 4), target), loss_fn)
         except PreparationError as error:
             return f"{number}: {error}"
     return ""
 
 
-def test_labels_that_are_ignored_in_a_later_batch_are_refused(run: Run) -> None:
-    for found in run(train_on_late_labels, processes=2):
-        assert found.startswith("2: ")
-        assert "mean" in found
+@pytest.mark.parametrize("kind", LATE)
+def test_labels_that_are_ignored_in_a_later_batch_are_refused(run: Run, kind: str) -> None:
+    for found in run(train_on_late_labels, kind, processes=2):
+        if "of samples" in kind:
+            assert not found
+        else:
+            assert found.startswith("2: ")
+            assert "mean" in found
+
+
+def train_with_kept_features() -> str:
+    accelerator = make_accelerator()
+    features: list[Tensor] = []
+    model = Net()
+    model.layers[-1].register_forward_hook(lambda module, args, output: features.append(output))
+    model = accelerator.prepare(model)
+
+    def loss_fn(outputs: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(outputs, target) + features.pop().mean()
+
+    batch = (torch.randn(8, 4), torch.randn(8, 4))
+    return error_of(lambda: accelerator.forward_backward(model, batch, loss_fn))
+
+
+def test_a_loss_function_that_cannot_be_called_again_is_refused(run: Run) -> None:
+    for message in run(train_with_kept_features, processes=2):
+        assert "loss_fn raises IndexError" in message

@@ -1,13 +1,14 @@
-"""Trial steps that find optimizers whose updates are not element-wise, which flat parameters change.
+"""Trial steps that find optimizers whose updates depend on other values, which not all ranks have.
 
 The class of an optimizer does not say it. A copy of the optimizer steps a small matrix, and copies of it step
-the flat halves of that matrix. An element-wise optimizer computes the same values.
+the flat halves of that matrix. An element-wise optimizer computes the same values. In the same way a copy
+steps two matrices together, and copies of it step each of them.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +20,12 @@ from accelerate.nested import iterate_tensors
 NUM_STEPS = 30
 MAX_GROUPS = 8  # whose options differ
 TOLERANCE = 1e-5  # relative to the largest change of a value
-KNOWN = frozenset(
-    {
-        *("AdamMini", "Adam_mini", "Kron", "OrthoGrad", "Prodigy", "ScalableShampoo", "TRAC"),
-        *("DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion"),
-    }
+OVER_PARAMETERS = frozenset(
+    {"Prodigy", "TRAC", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD"}
 )
-"""Classes of which a few steps do not show it."""
+"""Classes with sums over all parameters, of which a few steps do not show it."""
+KNOWN = OVER_PARAMETERS | {"AdamMini", "Adam_mini", "Kron", "OrthoGrad", "ScalableShampoo"}
+"""Classes that are not element-wise, of which a few steps do not show it."""
 OF_DEVICES = {"fused": None, "capturable": False, "foreach": None}
 """Options that depend on the device, with values for the CPU."""
 
@@ -35,15 +35,32 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer) -> bool:
 
     False for an unknown optimizer that cannot be tried, or that draws random numbers.
     """
-    if type(optimizer).__name__ in KNOWN:
+    return _is_true_of_trials(optimizer, KNOWN, _depends_on_shape)
+
+
+def needs_all_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether an optimizer changes a parameter depending on the values of others.
+
+    False for an unknown optimizer that cannot be tried, or that draws random numbers.
+    """
+    return _is_true_of_trials(optimizer, OVER_PARAMETERS, _depends_on_others)
+
+
+def _is_true_of_trials(
+    optimizer: torch.optim.Optimizer,
+    known: frozenset[str],
+    trial: Callable[[torch.optim.Optimizer, Mapping[str, Any]], bool],
+) -> bool:
+    """Returns whether a trial of an optimizer, or of those in it, succeeds for the options of any group."""
+    if type(optimizer).__name__ in known:
         return True
     parts = list(vars(optimizer).values())
     if any(isinstance(part, (torch.optim.Optimizer, nn.Module)) for part in parts):
         inner = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
-        return any(map(needs_whole_parameters, inner))
+        return any(_is_true_of_trials(part, known, trial) for part in inner)
     states = rng.capture()
     try:
-        return any(_depends_on_shape(optimizer, group) for group in _different_groups(optimizer))
+        return any(trial(optimizer, group) for group in _different_groups(optimizer))
     finally:
         rng.restore(states)
 
@@ -58,64 +75,93 @@ def _different_groups(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, An
 
 
 def _depends_on_shape(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    scale = torch.tensor([1.0, 1.0, 30.0, 30.0], dtype=torch.float64)[:, None]  # other norms of the halves
-    numbers = torch.randn(1 + NUM_STEPS, 4, 6, generator=generator, dtype=torch.float64) * scale
-    try:
-        whole, again = (_change(optimizer, options, numbers, seed) for seed in (0, 1))
-    except Exception:  # it needs another model, or the hardware of the run
-        return False
-    largest = whole.abs().max()
-    if not whole.isfinite().all() or not largest or not torch.equal(whole, again):
+    numbers = _numbers()
+    whole = _change_of_all(optimizer, options, [numbers])
+    if whole is None:
         return False
     try:
-        halves = [_change(optimizer, options, half, 0) for half in numbers.flatten(1).chunk(2, dim=1)]
+        halves = [_change(optimizer, options, [half], 0) for half in numbers.flatten(1).chunk(2, dim=1)]
     except Exception:  # it steps matrices only
         return True
-    return not bool((torch.cat(halves) - whole).abs().max() <= TOLERANCE * largest)
+    return _differ(torch.cat(halves), whole)
+
+
+def _depends_on_others(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> bool:
+    several = [_numbers(), 10 * _numbers().flip(1)]
+    together = _change_of_all(optimizer, options, several)
+    if together is None:
+        return False
+    return _differ(torch.cat([_change(optimizer, options, [each], 0) for each in several]), together)
+
+
+def _numbers() -> Tensor:
+    """Returns the values of a parameter, and its gradients in all steps."""
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.tensor([1.0, 1.0, 30.0, 30.0], dtype=torch.float64)[:, None]  # other norms of the halves
+    return torch.randn(1 + NUM_STEPS, 4, 6, generator=generator, dtype=torch.float64) * scale
+
+
+def _change_of_all(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], several: Sequence[Tensor]
+) -> Tensor | None:
+    """Returns the change of parameters that are stepped together, or None if a trial says nothing."""
+    try:
+        whole, again = (_change(optimizer, options, several, seed) for seed in (0, 1))
+    except Exception:  # it needs another model, or the hardware of the run
+        return None
+    is_useful = whole.isfinite().all() and whole.abs().max() and torch.equal(whole, again)
+    return whole if is_useful else None
+
+
+def _differ(changes: Tensor, whole: Tensor) -> bool:
+    return not bool((changes - whole).abs().max() <= TOLERANCE * whole.abs().max())
 
 
 def _change(
-    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], numbers: Tensor, seed: int
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], several: Sequence[Tensor], seed: int
 ) -> Tensor:
-    """Returns the change of a parameter, whose values and gradients are given, in a few steps."""
+    """Returns the change of parameters, whose values and gradients are given, in a few steps."""
     rng.set_seed(seed)
-    parameter = nn.Parameter(numbers[0].clone())
-    trial: Any = _copy_for(parameter, optimizer, options)
+    parameters = [nn.Parameter(numbers[0].clone()) for numbers in several]
+    trial: Any = _copy_for(parameters, optimizer, options)
 
     def closure() -> Tensor:
-        return numbers[0].sum()
+        return sum((numbers[0].sum() for numbers in several), torch.zeros(()))
 
-    for gradient in numbers[1:]:
-        parameter.grad = gradient.clone()
+    for step in range(1, 1 + NUM_STEPS):
+        for parameter, numbers in zip(parameters, several, strict=True):
+            parameter.grad = numbers[step].clone()
         try:
             type(optimizer).step(trial)
         except TypeError:
             type(optimizer).step(trial, closure)  # type: ignore[arg-type]  # as torch's own closures
-    return (parameter.detach() - numbers[0]).flatten()
+    changes = [p.detach() - numbers[0] for p, numbers in zip(parameters, several, strict=True)]
+    return torch.cat([change.flatten() for change in changes])
 
 
-def _copy_for(parameter: Tensor, optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> Any:
-    """Returns a copy of an optimizer, without its hooks and states, that steps another parameter."""
+def _copy_for(
+    parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
+) -> Any:
+    """Returns a copy of an optimizer, without its hooks and states, that steps other parameters."""
     trial: Any = object.__new__(type(optimizer))
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, value in vars(optimizer).items():
         if name in ("state", "param_groups", "step"):  # schedulers replace the method
             continue
-        vars(trial)[name] = _copy_value(value, parameter, own)
+        vars(trial)[name] = _copy_value(value, parameters, own)
     options = {**options, **{key: OF_DEVICES[key] for key in OF_DEVICES.keys() & options.keys()}}
     if not options.get("lr", 1):  # a scheduler begins with zero
         options["lr"] = 1e-3
     trial.state = defaultdict(dict)
-    trial.param_groups = [{**options, "params": [parameter]}]
+    trial.param_groups = [{**options, "params": [*parameters]}]
     return trial
 
 
-def _copy_value(value: Any, parameter: Tensor, own: set[int]) -> Any:
+def _copy_value(value: Any, parameters: Sequence[Tensor], own: set[int]) -> Any:
     tensors = list(iterate_tensors(value))
     if any(id(tensor) in own for tensor in tensors):
         if isinstance(value, list) and all(id(item) in own for item in value):
-            return [parameter]
+            return [*parameters]
         raise ValueError("It keeps its parameters in another place, which a copy would change.")
     if isinstance(value, Tensor):
         return value.clone()

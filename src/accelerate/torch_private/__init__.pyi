@@ -67,6 +67,7 @@ from accelerate.torch_private.modules import (
     call_forward_hooks as call_forward_hooks,
     count_compilations as count_compilations,
     count_recompilations as count_recompilations,
+    has_compiled_forward as has_compiled_forward,
     has_gradient_hooks as has_gradient_hooks,
     has_load_hooks as has_load_hooks,
     hooks_of as hooks_of,

@@ -36,6 +36,11 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
+def has_compiled_forward(module: nn.Module) -> bool:
+    """Returns whether `module.forward = torch.compile(module.forward)` was called."""
+    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+
+
 non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 """Names of the buffers of a module that are not in its state dict, which torch does not list."""
 

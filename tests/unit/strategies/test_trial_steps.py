@@ -1,4 +1,4 @@
-"""Which optimizers FSDP 1 warns of, because their updates are not element-wise."""
+"""Which optimizers compute the update of a value from others, of a parameter or of all parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.strategies.trial_steps import needs_whole_parameters
+from accelerate.strategies.trial_steps import needs_all_parameters, needs_whole_parameters
 
 OPTIMIZERS: dict[str, tuple[bool, Any]] = {
     "Adafactor": (True, lambda parameters: torch.optim.Adafactor(parameters)),
@@ -37,6 +37,16 @@ class Muon(torch.optim.Optimizer):
         for parameter in self.param_groups[0]["params"]:
             u, _, vh = torch.linalg.svd(parameter.grad, full_matrices=False)
             parameter.data -= 0.1 * u @ vh
+
+
+class NormalizedDescent(torch.optim.Optimizer):
+    """Divides gradients by the norm of all of them."""
+
+    def step(self) -> None:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.square().sum() for p in parameters]).sum().sqrt()
+        for parameter in parameters:
+            parameter.data -= 0.1 * parameter.grad / norm
 
 
 class Noise(torch.optim.Optimizer):
@@ -82,3 +92,18 @@ def test_optimizers_that_need_norms_or_matrices_are_found() -> None:
         if found != is_whole or not is_unchanged:
             wrong.append((name, found, is_unchanged))
     assert not wrong
+
+
+def test_optimizers_that_need_the_norm_of_all_gradients_are_found() -> None:
+    library = pytest.importorskip("pytorch_optimizer")
+    own = {
+        "own norm": lambda parameters: NormalizedDescent(parameters, {"lr": 0.1}),
+        "own Muon": lambda parameters: Muon(parameters, {"lr": 0.1}),
+        "noise": lambda parameters: Noise(parameters, {"lr": 0.1}),
+    }
+    kinds = {name: make for name, (_, make) in OPTIMIZERS.items()}
+    kinds |= {name: getattr(library, name) for name in OF_LIBRARY} | own
+    found = {
+        name for name, make in kinds.items() if needs_all_parameters(make(list(nn.Linear(3, 2).parameters())))
+    }
+    assert found == {"LBFGS", "Prodigy", "own norm", "Lamb"}

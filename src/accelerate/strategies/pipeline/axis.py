@@ -28,6 +28,7 @@ from accelerate.strategies.pipeline.state import PipelineState
 from accelerate.strategies.pipeline.verification import Verification
 from accelerate.strategies.session import Bundle, Kind
 from accelerate.strategies.state import StrategyState
+from accelerate.strategies.trial_steps import needs_all_parameters
 
 AXIS = MeshAxis.PP.value
 
@@ -78,6 +79,16 @@ class PipelineAxis(Layer):
         row = mesh.mesh.movedim(dim, 0)[dist.get_rank(self.group)]
         self.first_rank = int(row.min())
         self._columns = mesh.mesh.movedim(dim, 0).reshape(self.size, -1).T.tolist()
+
+    def check(self, bundle: Bundle) -> None:
+        """Raises an error for an optimizer that computes with parameters of all stages."""
+        for optimizer in filter(needs_all_parameters, bundle.new(Kind.OPTIMIZER)):
+            raise PreparationError(
+                f"{type(optimizer).__name__} updates a parameter depending on the others, such as on the "
+                "norm of all gradients, and a rank of a pipeline has those of its own stages. Use an "
+                "optimizer that updates each parameter by itself, such as AdamW, and "
+                "accelerator.clip_grad_norm_ for the norm of all gradients."
+            )
 
     def check_model(self, model: nn.Module) -> None:
         """Raises an error for a trained model that cannot be split."""
@@ -239,7 +250,9 @@ def check_model(model: nn.Module) -> None:
     compiled = [
         key or name
         for key, module in model.named_modules()
-        if torch_private.is_optimized_module(module) or torch_private.is_compiled_in_place(module)
+        if torch_private.is_optimized_module(module)
+        or torch_private.is_compiled_in_place(module)
+        or torch_private.has_compiled_forward(module)
     ]
     if compiled:
         raise PreparationError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from accelerate import rng, torch_private
-from accelerate.base import PreparationError, listed, wrong_value
+from accelerate.base import ConfigurationError, PreparationError, StateError, listed, wrong_value
 from accelerate.strategies.batches import LossFunction, arguments_of, loss_of
 from accelerate.strategies.pipeline.nested_tensors import flatten, tensors_in
 
@@ -87,36 +87,6 @@ def _shares(counts: Sequence[int]) -> list[float]:
 
 Shares = list[float]
 """Share of each micro-batch in the labels of a batch."""
-
-
-def differ_in_labels(parts: Sequence[MicroBatch]) -> bool:
-    """Returns whether micro-batches of one size have different numbers of labels that are not -100."""
-    return len({part.size for part in parts}) == 1 and len(set(_counts_of_labels(parts))) > 1
-
-
-def pair_to_compare(parts: Sequence[MicroBatch]) -> set[int]:
-    """Returns the indices of two micro-batches, with the fewest and the most labels that are not -100."""
-    counts = _counts_of_labels(parts)
-    indices = range(len(parts))
-    fewest, most = min(indices, key=counts.__getitem__), max(indices, key=counts.__getitem__)
-    return {fewest, most} if fewest != most else {0, 1}
-
-
-def _counts_of_labels(parts: Sequence[MicroBatch]) -> list[int]:
-    """Returns the number of integers other than -100 in the target of each micro-batch."""
-    leaves = [torch_private.pytree.tree_leaves(part.target) for part in parts]
-    counts = [
-        sum((leaf != -100).sum() for leaf in each if isinstance(leaf, Tensor) and _has_labels(leaf))
-        for each in leaves
-    ]
-    if not any(isinstance(count, Tensor) for count in counts):
-        return [0] * len(parts)
-    numbers: list[int] = torch.stack([torch.as_tensor(count) for count in counts]).tolist()
-    return numbers
-
-
-def _has_labels(leaf: Tensor) -> bool:
-    return leaf.dtype in (torch.int32, torch.int64) and leaf.ndim > 0
 
 
 def shares_of_labels(microbatches: Sequence[MicroBatch]) -> tuple[Shares, Shares] | None:
@@ -204,7 +174,7 @@ class Computed(NamedTuple):
 
 
 def check_loss(computed: Sequence[Computed], loss_fn: LossFunction, is_sum: bool) -> None:
-    """Raises an error if the loss of two micro-batches together is not the mean or sum of their losses.
+    """Raises an error if the loss of micro-batches together is not the mean or sum of their losses.
 
     Such a loss, for example over pairs of samples, is not that of one process in a pipeline.
     """
@@ -214,9 +184,19 @@ def check_loss(computed: Sequence[Computed], loss_fn: LossFunction, is_sum: bool
     target = merge_outputs([each.microbatch.target for each in computed], sizes)
     is_low = any(torch.finfo(t.dtype).bits < 32 for t in tensors_in(both) if t.is_floating_point())
     is_close = partial(torch.allclose, rtol=2e-2 if is_low else 1e-4, atol=1e-5)
-    with rng.restored_generators(losses[0].device):
-        again = loss_of(computed[0].outputs, computed[0].microbatch.target, loss_fn)
-        together = loss_of(both, target, loss_fn).detach().float()
+    try:
+        with rng.restored_generators(losses[0].device):
+            again = loss_of(computed[0].outputs, computed[0].microbatch.target, loss_fn)
+            together = loss_of(both, target, loss_fn).detach().float()
+    except (ConfigurationError, PreparationError, StateError):
+        raise
+    except Exception as error:
+        raise PreparationError(
+            f"loss_fn raises {type(error).__name__} ({error}) when it is called once more to compare losses, "
+            "for the outputs of a micro-batch and for those of several ones together. It must use its "
+            "arguments only, and no values that hooks or layers keep for it: return these from the forward "
+            "of the model."
+        ) from error
     if again.requires_grad or (again.isfinite() and not is_close(again.float(), losses[0].float())):
         raise PreparationError(
             "loss_fn uses parameters or attributes of layers besides the outputs of the model, and in a "
@@ -229,7 +209,7 @@ def check_loss(computed: Sequence[Computed], loss_fn: LossFunction, is_sum: bool
     apart = torch.stack(weighted).sum() / (1 if is_sum else sum(weights))
     if not together.isfinite() or is_close(together, apart):
         return
-    raise not_additive(2, together, apart, is_sum)
+    raise not_additive(len(computed), together, apart, is_sum)
 
 
 def not_additive(count: int, together: Tensor, apart: Tensor, is_sum: bool) -> PreparationError:

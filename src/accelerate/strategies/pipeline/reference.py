@@ -199,7 +199,7 @@ def _is_close(value: Tensor, other: Tensor) -> bool:
 def warn_of_state(model: nn.Module, parts: Sequence[MicroBatch], names: Sequence[str]) -> None:
     """Warns of names of values that depend on micro-batches."""
     if names:
-        logger.warning(
+        logger.warning_once(
             f"The state of {listed(names)} in {type(model).__name__} depends on {len(parts)} micro-batches "
             f"of {parts[0].size} samples in place of their batch, as it does with gradient accumulation. Set "
             "microbatches=1 in PipelineConfig to compute it for batches, or use a layer without statistics "

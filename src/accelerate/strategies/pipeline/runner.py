@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache, cached_property, partial
 from typing import Any, Protocol
 
@@ -15,13 +15,12 @@ from accelerate.base import StateError, wrong_value
 from accelerate.plugins import SCHEDULES, PipelineConfig
 from accelerate.strategies.batches import LossFunction, loss_of
 from accelerate.strategies.dtensors import Replicas, named_parameters
+from accelerate.strategies.pipeline.counted_values import CountedValues
 from accelerate.strategies.pipeline.microbatches import (
     Computed,
     MicroBatch,
     check_loss,
-    differ_in_labels,
     merge_outputs,
-    pair_to_compare,
     shares_of_labels,
     split_batch,
     split_into_microbatches,
@@ -87,6 +86,7 @@ class Pipeline(ScheduledStages):
         self._is_verified, self._has_evaluated = False, False
         self._program: Any = None  # of the user, at the end of the last batch
         self._skipped_labels: int | None = None
+        self.counted_values = CountedValues()
 
     def train(
         self,
@@ -113,33 +113,49 @@ class Pipeline(ScheduledStages):
             The loss of the batch without its scale, as a 0-d float32 tensor on all ranks of the pipeline.
         """
         self._num_trained += 1
-        # The loss may cease to be a mean later, for example with the first ignored label.
         is_checked = self._num_trained & (self._num_trained - 1) == 0
         self._compare_changes()
         if self._num_trained.bit_length() % 2 and is_checked:  # a power of four
             self._is_verified = self._has_evaluated = False
-        if self.verification is not None and (is_checked or not self._is_verified):
+        has_loss = loss_fn is not None
+        microbatches = split_into_microbatches(
+            self.model.model, batch, self.count, has_loss=has_loss, is_sum=is_sum
+        )
+        # The loss may cease to be a mean later, for example with the first ignored label.
+        compared, is_new = self.counted_values.differing(microbatches, has_loss)
+        is_checked = is_checked or (has_loss and is_new and not is_sum)
+        is_compared = False
+        if self.verification is not None:
+            is_compared = not has_loss and (is_checked or self._is_on_any_rank(is_new))
             # FSDP may have gradients of the last batch that it has not reduced, and would add those of a
             # comparison to them.
             if not self._is_verified and self._reduces_gradients:
                 self._is_verified = self.verification.check_training(self, batch, loss_fn, is_sum=is_sum)
-            elif is_checked and loss_fn is None:
+            elif is_compared:
                 self.verification.check_loss(self, batch, is_sum=is_sum)
-        microbatches = split_into_microbatches(
-            self.model.model, batch, self.count, has_loss=loss_fn is not None, is_sum=is_sum
-        )
-        # A mean over labels that are not ignored weights micro-batches by their number.
-        is_checked = is_checked or (loss_fn is not None and not is_sum and differ_in_labels(microbatches))
         losses: list[Tensor] = []
-        finish = self.finisher(microbatches, loss_fn, scale, losses, is_sum=is_sum, is_checked=is_checked)
+        compared = compared or {0, 1} if is_checked else set()
+        finish = self.finisher(microbatches, loss_fn, scale, losses, is_sum=is_sum, compared=compared)
         self._set_summed_aside()
         self._reduces_gradients = reduces_gradients
         with torch.enable_grad():
             self.run(microbatches, finish, has_backward=True, shares_error=is_checked)
-        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+        if is_checked or is_compared:
+            self.counted_values.accept(microbatches, has_loss)
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        if losses:
+            total = torch.stack(losses).sum()
         dist.broadcast(total, self._last_rank, group=self.group)
         self._program = self._program_of_user()
         return total
+
+    def _is_on_any_rank(self, value: bool) -> bool:
+        """Returns whether a value is true on any rank, because other pipelines have other batches."""
+        if dist.get_world_size() == dist.get_world_size(self.group):
+            return value
+        number = torch.tensor(int(value), device=self.device)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return bool(number.item())
 
     def _compare_changes(self) -> None:
         """Lets the next batches be compared if the user has changed the model since the last batch.
@@ -172,7 +188,7 @@ class Pipeline(ScheduledStages):
         losses: list[Tensor],
         *,
         is_sum: bool,
-        is_checked: bool = False,
+        compared: Collection[int] = (),
     ) -> Callable[[Any, int], Tensor]:
         """Returns a function of the outputs and the index of a micro-batch that returns its scaled loss.
 
@@ -182,11 +198,10 @@ class Pipeline(ScheduledStages):
             scale: As for `train`.
             losses: List to which the function appends the part of the micro-batch in the loss of the batch.
             is_sum: Whether losses are sums over items.
-            is_checked: Whether to check that the loss of two micro-batches is that of their samples.
+            compared: Indices of micro-batches whose loss together must be that of their samples.
         """
         first: list[Computed] = []
         weight_of = self._weight_function(microbatches)
-        compared = pair_to_compare(microbatches) if loss_fn is not None and is_checked else ()
 
         def finish(outputs: object, index: int) -> Tensor:
             part = microbatches[index]
@@ -202,7 +217,7 @@ class Pipeline(ScheduledStages):
             losses.append(weight * loss.detach().float())
             if loss_fn is not None and index in compared:
                 first.append(Computed(part, _detached(outputs), loss.detach()))
-                if len(first) == 2:
+                if len(first) == len(compared):
                     check_loss(first, loss_fn, is_sum)
             return scale(loss * weight)
 

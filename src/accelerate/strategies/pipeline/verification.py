@@ -84,7 +84,6 @@ class Computation(NamedTuple):
         outputs: Tensors in the outputs of the model by the index of the micro-batch.
         losses: Parts of the micro-batches in the loss of the batch.
         gradients: Gradients by the name of the parameter.
-        changes: What layers change besides their outputs.
         changes: What layers change besides their outputs, on one rank.
     """
 
@@ -147,10 +146,11 @@ class Verification:
         with whole_reference(self._structure, pipeline) as reference, pipeline.sharing_errors():
             reading = loss_fn and partial(_loss_with_reference, loss_fn, pipeline.model.model, reference)
             on_one_rank = partial(pipeline.finisher, loss_fn=reading, is_sum=is_sum)
-            if len(parts) > 1:
-                self._check_parts(reference, parts, whole, on_one_rank, reading, is_sum)
-            with torch.enable_grad(), self._autocast(), MeanDraws():
-                expected = _compute(reference, pipeline, compared, on_one_rank)
+            with pipeline.counted_values.recording():
+                if len(parts) > 1:
+                    self._check_parts(reference, parts, whole, on_one_rank, reading, is_sum)
+                with torch.enable_grad(), self._autocast(), MeanDraws():
+                    expected = _compute(reference, pipeline, compared, on_one_rank)
             del reference, on_one_rank, reading
         if not all(loss.isfinite() for loss in expected.losses):
             return False
@@ -267,10 +267,12 @@ class Verification:
                 yield Difference((1,), f"returns other outputs (relative difference {difference:.1e})")
         norms = [float(as_real(gradient).float().norm()) for gradient in expected.gradients.values()]
         zero = self._tolerance.absolute * max(norms, default=0.0)
-        for number, name in enumerate(named_parameters(pipeline.model.model)):
+        for number, (name, parameter) in enumerate(named_parameters(pipeline.model.model).items()):
             values, right = (each.gradients.get(name, torch.zeros(())) for each in (found, expected))
             if difference := relative_difference(values, right, relative, zero):
                 text = f"computes another gradient of {name} (relative difference {difference:.1e})"
+                if torch_private.has_gradient_hooks(parameter):
+                    text += ", which has hooks that are called for each micro-batch"
                 yield Difference((2, number), text)
 
 
@@ -371,7 +373,7 @@ def _compute(
     """Returns what the model on one rank computes."""
     effects = SideEffects()
     result = Computation({}, {}, [], {}, effects.texts)
-    finish = finisher and finisher(parts, scale=lambda loss: loss, losses=result.losses, is_checked=True)
+    finish = finisher and finisher(parts, scale=lambda loss: loss, losses=result.losses, compared={0, 1})
     outputs_of_forward: list[LayerOutput] = []
 
     def record(name: str, module: nn.Module, args: tuple[Any, ...], outputs: object) -> None:
