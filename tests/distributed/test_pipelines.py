@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import ConfigurationError, PreparationError, StateError, is_torch_version
 from accelerate.checkpointing import find_shards
-from accelerate.utils import GradientAccumulationPlugin, PipelineConfig
+from accelerate.utils import GradientAccumulationPlugin, PipelineConfig, broadcast_object_list
 
 pytestmark = pytest.mark.skipif(is_torch_version("<", "2.13"), reason="pipelines need torch 2.13")
 Run = Callable[..., list[Any]]
@@ -282,6 +282,31 @@ def test_checkpoints_load_with_another_number_of_stages(
     assert weights | {"head.weight"} == names
 
 
+def load_whole_weights(processes: int) -> list[float]:
+    """Train, and load the weights of the first step again, as a program does without `load_state`."""
+    accelerator = make_accelerator("", "1f1b", processes)
+    model, optimizer, loader = build(accelerator, is_tied=True)
+    losses, kept = [], {}
+    for number in range(4):
+        batch = next(iter(loader))
+        losses.append(float(accelerator.forward_backward(model, batch, mean_loss)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 0:
+            kept = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+            kept = broadcast_object_list([kept])[0]
+        elif number == 2:
+            model.load_state_dict(kept)
+    with pytest.raises(RuntimeError, match="unknown"):
+        model.load_state_dict({**kept, "unknown": torch.ones(1)})
+    return losses
+
+
+def test_a_state_dict_of_the_whole_model_can_be_loaded(run: Run) -> None:
+    (expected,) = run(load_whole_weights, 1, processes=1)
+    assert run(load_whole_weights, 2, processes=2) == [pytest.approx(expected, rel=1e-5)] * 2
+
+
 # Memory
 
 
@@ -440,6 +465,48 @@ def test_a_batch_of_one_sample_trains(run: Run, schedule: str) -> None:
     assert run(train_on_one_sample, schedule, 2, processes=2) == pytest.approx([expected] * 2, rel=1e-6)
 
 
+def train_in_float64(processes: int) -> list[float]:
+    torch.set_default_dtype(torch.float64)
+    accelerator = make_accelerator("", "1f1b", processes)
+    model, _, loader = build(accelerator)
+    return [float(accelerator.forward_backward(model, batch, mean_loss)) for batch in loader]
+
+
+def test_all_ranks_know_the_loss_with_another_default_dtype(run: Run) -> None:
+    (expected,) = run(train_in_float64, 1, processes=1)
+    assert run(train_in_float64, 2, processes=2) == [pytest.approx(expected, rel=1e-6)] * 2
+
+
+def train_layers_later(kind: str, processes: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Train the blocks of the first stage from the second step on, and then no embedding any more."""
+    accelerator = make_accelerator("", "1f1b", processes)
+    torch.manual_seed(0)
+    model: Any = Net()
+    model.blocks[:2].requires_grad_(False)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    made: Any = torch.optim.Muon(matrices) if kind == "muon" else torch.optim.SGD(matrices, lr=0.1)
+    model, optimizer = accelerator.prepare(model, made)
+    batch = {"ids": torch.arange(32).view(8, 4) % 11, "targets": torch.arange(32).view(8, 4) % 7}
+    losses = []
+    for step in range(5):
+        if step == 1:
+            model.blocks[:2].requires_grad_(True)
+        if step == 3:
+            model.tokens.requires_grad_(False)
+        losses.append(float(accelerator.forward_backward(model, batch, mean_loss)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize("kind", ["sgd", "muon"])
+def test_layers_of_one_stage_may_be_trained_later(run: Run, kind: str) -> None:
+    ((losses, state),) = run(train_layers_later, kind, 1, processes=1)
+    results = run(train_layers_later, kind, 2, processes=2)
+    assert [found for found, _ in results] == [pytest.approx(losses, rel=1e-5)] * 2
+    torch.testing.assert_close(results[0][1], state, rtol=1e-4, atol=1e-6)
+
+
 def use_wrongly() -> None:
     accelerator = make_accelerator("", "1f1b", 2)
     model, _, loader = build(accelerator)
@@ -461,6 +528,31 @@ def use_wrongly() -> None:
 
 def test_uses_of_parts_of_a_model_are_refused(run: Run) -> None:
     run(use_wrongly, processes=2)
+
+
+class NormalizedDescent(torch.optim.Optimizer):
+    """Divides gradients by the norm of all of them."""
+
+    def step(self) -> None:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.square().sum() for p in parameters]).sum().sqrt()
+        for parameter in parameters:
+            parameter.data -= 0.1 * parameter.grad / norm
+
+
+def prepare_optimizer(kind: str) -> str:
+    accelerator = make_accelerator("", "1f1b", 2)
+    model = Net()
+    kinds: dict[str, Any] = {"LBFGS": torch.optim.LBFGS, "norm": partial(NormalizedDescent, defaults={})}
+    with pytest.raises(PreparationError) as raised:
+        accelerator.prepare(model, kinds[kind](model.parameters()))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["LBFGS", "norm"])
+def test_optimizers_that_need_the_parameters_of_all_stages_are_refused(run: Run, kind: str) -> None:
+    for message in run(prepare_optimizer, kind, processes=2):
+        assert "updates a parameter depending on the others" in message
 
 
 def pairs_loss(logits: Tensor, batch: Any) -> Tensor:

@@ -25,6 +25,7 @@ from accelerate.strategies.layer import Layer, WeakStrategy
 from accelerate.strategies.matrix_plan import LocalBox, Matrix, by_dtype, plan_owners
 from accelerate.strategies.session import WHOLE_MATRICES, needs_whole_matrices
 from accelerate.strategies.state import Owners, owners_of
+from accelerate.strategies.trial_steps import needs_all_parameters
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -56,6 +57,8 @@ class MatrixOwners(Owners):
         keys_of: Returns the keys of the parameters of each group, which are equal on all ranks.
         is_expected: Whether a program expects that `state_dict` on a rank has only the states of this rank,
             because it has requested whole matrices or shards the model.
+        is_new_on_any_rank: Returns whether any rank has new parameters, from whether this rank has. None if
+            all ranks have the same parameters.
     """
 
     def __init__(
@@ -63,9 +66,10 @@ class MatrixOwners(Owners):
         optimizer: AcceleratedOptimizer,
         keys_of: Callable[[Any], Sequence[Sequence[str]]],
         is_expected: bool,
+        is_new_on_any_rank: Callable[[bool], bool] | None = None,
     ) -> None:
         self._optimizer = ref(optimizer)  # it has this object
-        self._keys_of = keys_of
+        self._keys_of, self._is_new_on_any_rank = keys_of, is_new_on_any_rank
         self._trained: list[Tensor] = []
         self._parameters: dict[str, Tensor] = {}
         self._matrices: dict[str, Matrix] = {}
@@ -85,13 +89,17 @@ class MatrixOwners(Owners):
     def plan(self) -> bool:
         """Chooses the owners of new parameters, and drops the states of parameters with other owners.
 
-        Called on all ranks. The ranks communicate only if parameters were added, replaced or frozen.
+        Called on all ranks. Ranks with the same parameters communicate only if some were added, replaced or
+        frozen.
 
         Returns:
             Whether there were new parameters.
         """
         trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        if len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained)):
+        is_new = len(trained) != len(self._trained) or any(map(operator.is_not, trained, self._trained))
+        if self._is_new_on_any_rank is not None:
+            is_new = self._is_new_on_any_rank(is_new)
+        if not is_new:
             return False
         names = self._keys_of(self.optimizer)
         pairs = [
@@ -294,10 +302,18 @@ class WholeMatrices(Layer):
         is_plain = strategy.context.topology.size == 1 and not has_batches(optimizer.optimizer)
         if not needed or is_plain or owners_of(optimizer) is not None:
             return
+        if needs_all_parameters(optimizer.optimizer):
+            raise PreparationError(
+                f"{type(optimizer.optimizer).__name__} updates a parameter depending on the others, such as "
+                "on the norm of all gradients, and each rank would step only the whole matrices that it "
+                "owns. Pass whole_matrices=False to prepare()."
+            )
         if strategy.has_plain_weights and not strategy.flattens_parameters:
             is_expected = whole_matrices is True or not strategy.holds_whole_models
             keys_of = partial(_keys_of, self._strategy)
-            owners = MatrixOwners(optimizer, keys_of, is_expected)
+            is_divided = any(layer.divides_models for layer in strategy.layers)
+            is_new = partial(_is_true_on_any_rank, strategy.context.device) if is_divided else None
+            owners = MatrixOwners(optimizer, keys_of, is_expected, is_new)
             optimizer.observers = (*optimizer.observers, owners)
             optimizer.step_wrappers = (*optimizer.step_wrappers, owners.step)
         elif whole_matrices or strategy.flattens_parameters:
@@ -320,6 +336,14 @@ class WholeMatrices(Layer):
 def _keys_of(strategy: Callable[[], Strategy], optimizer: torch.optim.Optimizer) -> Sequence[Sequence[str]]:
     """Returns the keys of the parameters of an optimizer, which the strategy has, with other objects."""
     return strategy().state.parameter_keys(optimizer)
+
+
+def _is_true_on_any_rank(device: torch.device, value: bool) -> bool:
+    """Returns whether a value is true on any rank.
+
+    Called on all ranks.
+    """
+    return bool(current_transport().reduce(torch.tensor(float(value), device=device), "sum").item())
 
 
 def _describe_steps(optimizer: AcceleratedOptimizer, size: int) -> str:

@@ -86,9 +86,10 @@ def watch_replicas(optimizer: AcceleratedOptimizer, check: ReplicaCheck) -> None
 class ReplicaCheck:
     """Observer of an optimizer that compares its parameters over the ranks which have the same ones.
 
-    It compares after steps 1, 2, 4, 8 and so on, and after the first step that trains further parameters.
-    Only parameters are compared whose gradients are averaged over these ranks. Ranks that compute the same
-    gradients from the same batch, as with tensor parallelism, may round them differently.
+    It compares after steps 1, 2, 4, 8 and so on, and after the first step that trains further parameters,
+    unless ranks have different ones, as in a pipeline. Only parameters are compared whose gradients are
+    averaged over these ranks. Ranks that compute the same gradients from the same batch, as with tensor
+    parallelism, may round them differently.
 
     Args:
         ranks_of_whole: Ranks that have the same elements of a parameter that is not sharded, or None if its
@@ -138,8 +139,10 @@ class ReplicaCheck:
             self._frozen and any(map(_requires_grad, self._frozen))
         ):
             self._num_groups = len(optimizer.param_groups)
-            self._frozen = [p for p in optimizer.parameters() if not p.requires_grad]
-            self._due = self._steps
+            # Ranks with different parameters do not see that others train further ones.
+            is_divided = any(layer.divides_models for layer in self.strategy.layers)
+            frozen = [] if is_divided else [p for p in optimizer.parameters() if not p.requires_grad]
+            self._frozen, self._due = frozen, self._steps
 
     def after_update(self, optimizer: AcceleratedOptimizer) -> None:
         """Compares after the steps at which a comparison is due."""

@@ -26,6 +26,8 @@ GROWTH = 1.5
 """Factor by which the differences of a batch exceed those of checked ones before it is checked."""
 SMALLEST = 1e-3
 """Relative difference of the numbers of two micro-batches that is not checked."""
+MOST_COMPARED = 4
+"""Number of micro-batches whose outputs are kept for a check of their loss."""
 MOST_VALUES = 16
 """Number of ignored values that are counted."""
 NUM_CHECKS = 4
@@ -54,6 +56,7 @@ class CountedValues:
         self._ignored = list(IGNORED)
         self._checked: dict[Key, float] = {}
         self._num_checks: dict[Key, int] = {}
+        self._covered: list[_Difference] = []  # by the micro-batches of the last batch that are compared
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -74,14 +77,18 @@ class CountedValues:
             parts: The micro-batches.
             has_loss: Whether a loss function gets their targets. Otherwise the model computes the loss.
         """
-        found = self._differences(parts, has_loss)
+        found = sorted(self._differences(parts, has_loss), key=lambda each: -each.spread)
         new = [each for each in found if each.spread > GROWTH * self._checked.get(each.key, 0.0)]
-        pairs = [each.pair for each in new or found]
-        return set().union(*pairs), bool(new)
+        chosen, self._covered = set[int](), list[_Difference]()
+        for each in new or found:
+            if not has_loss or len(chosen | each.pair) <= MOST_COMPARED:
+                chosen |= each.pair
+                self._covered.append(each)
+        return chosen, bool(new)
 
-    def accept(self, parts: Sequence[MicroBatch], has_loss: bool) -> None:
-        """Notes that the loss of a batch has been checked."""
-        for key, spread, _ in self._differences(parts, has_loss):
+    def accept(self, has_loss: bool) -> None:
+        """Notes that the loss of the last batch has been checked."""
+        for key, spread, _ in self._covered:
             known = self._checked.get(key, 0.0)
             if spread > GROWTH * known:
                 self._num_checks[key] = self._num_checks.get(key, 0) + 1
@@ -97,29 +104,40 @@ class CountedValues:
         counts: list[Tensor] = []
         for position, several in enumerate(zip(*leaves, strict=False)):
             if len(parts) > 1 and all(map(_has_values, several)):
-                for ignored, count in self._counters(several[0]):
+                for ignored, numbers in self._count(several):
                     keys.append((position, ignored))
-                    counts.append(torch.stack([count(leaf) for leaf in several]))
+                    counts.append(numbers)
         if not counts:
             return []
         device = counts[0].device
-        numbers = torch.stack([each.to(device, torch.float32) for each in counts]).tolist()
+        rows = torch.stack([each.to(device, torch.float32) for each in counts]).tolist()
         sizes = [part.size for part in parts]
         return [
             difference
-            for key, row in zip(keys, numbers, strict=True)
+            for key, row in zip(keys, rows, strict=True)
             if (difference := _difference_of(key, row, sizes)).spread > SMALLEST
         ]
 
-    def _counters(self, leaf: Tensor) -> Iterator[tuple[int | None, Callable[[Tensor], Tensor]]]:
-        """Yields functions that count values of tensors of one kind."""
-        if leaf.dtype == torch.bool:
-            yield None, torch.count_nonzero
-        elif leaf.is_floating_point():
-            yield None, _sum_of_weights
-        elif not leaf.is_complex() and leaf.ndim:
+    def _count(self, several: Sequence[Tensor]) -> Iterator[tuple[int | None, Tensor]]:
+        """Yields the numbers of values of micro-batches, and the integer that is not counted."""
+        first = several[0]
+        if first.dtype == torch.bool:
+            yield None, _of_rows(lambda rows: rows.sum(1), several)
+        elif first.is_floating_point():
+            smallest = _of_rows(lambda rows: rows.amin(1), several).amin()
+            sums = _of_rows(lambda rows: rows.float().sum(1), several)
+            yield None, torch.where(smallest < 0, 0.0, sums)  # masks and weights are not negative
+        elif not first.is_complex() and first.ndim:
             for value in self._ignored:
-                yield value, partial(_count_others, value)
+                yield value, _of_rows(partial(_count_others, value), several)
+
+
+def _of_rows(function: Callable[[Tensor], Tensor], several: Sequence[Tensor]) -> Tensor:
+    """Returns the results of a function of rows, each of which has the values of a tensor."""
+    flat = [each.detach().reshape(1, -1) for each in several]
+    if len({each.shape for each in flat}) == 1:
+        return function(torch.cat(flat))
+    return torch.cat([function(each) for each in flat])
 
 
 def _has_values(leaf: object) -> bool:
@@ -128,14 +146,8 @@ def _has_values(leaf: object) -> bool:
     )
 
 
-def _count_others(value: int, leaf: Tensor) -> Tensor:
-    return torch.count_nonzero(leaf != value)
-
-
-def _sum_of_weights(leaf: Tensor) -> Tensor:
-    """Returns the sum of a tensor, or 0 if it has negative values and so is no mask."""
-    weights = leaf.detach().float()
-    return torch.where(weights.amin() < 0, 0.0, weights.sum())
+def _count_others(value: int, rows: Tensor) -> Tensor:
+    return (rows != value).sum(1)
 
 
 def _difference_of(key: Key, counts: Sequence[float], sizes: Sequence[int]) -> _Difference:

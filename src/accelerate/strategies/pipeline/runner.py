@@ -141,7 +141,7 @@ class Pipeline(ScheduledStages):
         with torch.enable_grad():
             self.run(microbatches, finish, has_backward=True, shares_error=is_checked)
         if is_checked or is_compared:
-            self.counted_values.accept(microbatches, has_loss)
+            self.counted_values.accept(has_loss)
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         if losses:
             total = torch.stack(losses).sum()

@@ -238,6 +238,7 @@ class PipelineModel:
         for submodule in split.submodules:
             self._replace_call(submodule)
         _set_call(model, evaluate)
+        model.register_load_state_dict_pre_hook(self._drop_absent_weights)  # type: ignore[no-untyped-call]
         layers = {
             part: f"{each.names[0]} on stage {', '.join(map(str, sorted(each.stages)))}"
             for each in absent
@@ -247,6 +248,11 @@ class PipelineModel:
         show_absent_weights(model, layers, device)
         for part in self._absent:
             torch_private.remove_weights(part)
+
+    def _drop_absent_weights(self, model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Removes the weights of other ranks from a state dict of the whole model that is loaded."""
+        for name in self.specs.keys() - model.state_dict().keys():
+            state.pop(f"{prefix}{name}", None)
 
     def _is_absent(self, submodule: Submodule) -> bool:
         return submodule in self._placeholders and not submodule.stages & set(self.own_stages)
