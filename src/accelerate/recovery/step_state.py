@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -11,6 +14,10 @@ from accelerate.recovery.membership import Members, Membership
 
 BUCKET_BYTES = 32 * 2**20
 """Bytes of gradients in one all-reduce over the members."""
+OPTIONS = ("lr", "momentum", "betas", "weight_decay")
+"""Options of optimizers that loops change, and optimizers do not compute from gradients."""
+NUM_DIGITS = 6
+"""Numbers of 4 bits in the digest of the options of the optimizers, whose sums of squares are exact."""
 
 
 class StepState:
@@ -28,13 +35,15 @@ class StepState:
         self._states: list[strategies.ModuleState] = []  # of the models, at the beginning of the step
         self._kept: list[strategies.ModuleState] = []  # before a micro-batch that must not change the models
         self._changed: list[strategies.SavedBuffer] = []  # buffers that the step has changed
-        self._flags = nn.Parameter(torch.zeros(num_flags + 1, device=strategy.context.device))
+        self._num_flags = num_flags
+        size = num_flags + 1 + 2 * NUM_DIGITS
+        self._flags = nn.Parameter(torch.zeros(size, dtype=torch.float32, device=strategy.context.device))
 
     @property
     def counts(self) -> list[float]:
         """Returns the sums of the flags over the members, after a backward pass."""
         assert self._flags.grad is not None
-        return [float(count) for count in self._flags.grad.tolist()[:-1]]
+        return [float(count) for count in self._flags.grad.tolist()[: self._num_flags]]
 
     def weights(self) -> list[torch.Tensor]:
         """Returns the parameters and buffers of the models."""
@@ -83,13 +92,38 @@ class StepState:
     def add_up(self, membership: Membership, flags: list[bool]) -> None:
         """Adds up the gradients and the flags of all members."""
         self._changed = [saved for state in self._states for saved in state.changed_buffers()]
-        self._flags.grad = self._flags.new_tensor([*flags, len(self._changed)])
+        digits = list(self._digest_options())
+        squares = [digit**2 for digit in digits]
+        self._flags.grad = self._flags.new_tensor([*flags, len(self._changed), *digits, *squares])
         parameters = [*self._trained(), self._flags]
         strategies.sum_gradients(parameters, membership.sum, bucket_bytes=BUCKET_BYTES)
         self._has_summed = True
         for parameter, earlier in self._sums:
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._sums = []
+
+    def _digest_options(self) -> Iterator[int]:
+        """Yields the digits of a digest of the options of all optimizers that loops change."""
+        options = [
+            [_plain(group.get(name)) for group in optimizer.param_groups for name in OPTIONS]
+            for optimizer in self._prepared.optimizers
+        ]
+        for byte in hashlib.blake2b(repr(options).encode(), digest_size=NUM_DIGITS // 2).digest():
+            yield from divmod(byte, 16)
+
+    def check_options(self, members: Members) -> None:
+        """Raises an error if members have different options of optimizers, after their sums are known."""
+        assert self._flags.grad is not None
+        sums = self._flags.grad.tolist()[self._num_flags + 1 :]
+        pairs = zip(sums[:NUM_DIGITS], sums[NUM_DIGITS:], strict=True)
+        if any(total**2 != members.size * squares for total, squares in pairs):
+            raise StateError(
+                "Replica groups have different learning rates or other options of their optimizers in one "
+                "step, so their weights would differ. A group that joins receives optimizers, schedulers and "
+                "registered objects, but no variables from which a loop computes such options. Use a "
+                "scheduler of `prepare`, or keep the variables in an object with `state_dict` that "
+                "accelerator.register_for_checkpointing knows."
+            )
 
     def share_buffers(self, membership: Membership, members: Members) -> None:
         """Sends buffers that the step has changed, such as statistics of normalizations, to all members.
@@ -104,11 +138,19 @@ class StepState:
             )
         if members.size == 1 or membership.has_failed:
             return
+        self.check_options(members)
         changed = [saved.module.get_buffer(saved.name) for saved in self._changed]
-        if self._flags.grad[-1].item() != len(changed) * members.size:
+        if self._flags.grad[self._num_flags].item() != len(changed) * members.size:
             raise StateError(
                 "Replica groups have changed different buffers of the models in one step, and cannot share "
                 "them. Change the same buffers in the forward of each batch."
             )
         if changed:
             membership.send_from_first(members, changed)
+
+
+def _plain(value: object) -> object:
+    """Returns an option of an optimizer, with numbers in place of tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return [_plain(each) for each in value] if isinstance(value, (tuple, list)) else value

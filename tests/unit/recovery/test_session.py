@@ -43,6 +43,45 @@ def test_a_step_without_backward_of_the_accelerator_is_refused() -> None:
         recovery.commit()
 
 
+class OtherMember:
+    """Membership of a step with another replica group, which has sent these tensors."""
+
+    has_failed = False
+
+    def __init__(self, received: list[torch.Tensor] | None = None) -> None:
+        self.received = received
+        self.sent: list[torch.Tensor] = []
+
+    def sum(self, tensor: torch.Tensor) -> bool:
+        self.sent.append(tensor.clone())
+        if self.received is not None:
+            tensor += self.received[len(self.sent) - 1]
+        return True
+
+
+def test_members_with_different_learning_rates_are_refused(states: None) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.1}])
+    model, optimizer = accelerator.prepare(model, optimizer)
+    strategy: Any = accelerator._runtime.strategy
+    step = StepState(strategy, strategy.session.prepared, 2)
+
+    def take(rate: Any, received: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        member: Any = OtherMember(received)
+        optimizer.param_groups[1]["lr"] = rate
+        step.add_up(member, [True, False])
+        if received is not None:
+            step.share_buffers(member, Members(0, 2))
+        return member.sent  # type: ignore[no-any-return]
+
+    sent = take(0.1)
+    take(torch.tensor(0.1, dtype=torch.float64), sent)
+    assert step.counts == [2.0, 0.0]
+    with pytest.raises(StateError, match="different learning rates"):
+        take(0.05, sent)
+
+
 def test_a_backward_pass_after_a_step_of_the_same_batch_is_refused() -> None:
     with pytest.raises(StateError, match=r"before the first optimizer\.step"):
         new_recovery(in_pass=True, _outcome=True).before_backward(None, {})

@@ -106,4 +106,4 @@ def test_optimizers_that_need_the_norm_of_all_gradients_are_found() -> None:
     found = {
         name for name, make in kinds.items() if needs_all_parameters(make(list(nn.Linear(3, 2).parameters())))
     }
-    assert found == {"LBFGS", "Prodigy", "own norm", "Lamb"}
+    assert found == {"LBFGS", "Prodigy", "own norm"}
