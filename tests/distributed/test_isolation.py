@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 
@@ -62,6 +63,16 @@ class Decoder(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden, mask)
         return self.head(hidden)  # type: ignore[no-any-return]
+
+
+class Recomputed(Decoder):
+    """Decoder that computes its layers again in the backward pass, and returns a loss only."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, mask, use_reentrant=False)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), input_ids.flatten())
 
 
 def batch_of(rank: int, is_masked: bool = False) -> dict[str, Tensor]:
@@ -191,6 +202,8 @@ def check_parts_of_sequences() -> dict[str, str]:
         "ones": (llama(), ones, False),
         "ones in a block": (llama(), ones, True),
         "packed": (llama(), batch, False),
+        "recomputed": (Recomputed(), {**batch, "mask": mask}, False),
+        "recomputed without a mask": (Recomputed(), batch, False),
         "packed in a block": (llama(), batch, True),
         "shifted": (Placed(), {**given, "positions": counted}, False),
         "counted": (Placed(), given, False),
@@ -212,7 +225,9 @@ def check_parts_of_sequences() -> dict[str, str]:
 
 def test_parts_of_packed_sequences_are_checked(run: Run) -> None:
     for found in run(check_parts_of_sequences, processes=2):
-        assert sorted(found) == ["counted", "ones", "ones in a block", "shifted"]
+        assert sorted(found) == [
+            *("counted", "ones", "ones in a block", "recomputed without a mask", "shifted")
+        ]
         assert "attention_mask of ones" in found["ones"]
         assert "check_packing=False" in found["ones in a block"]
         assert "positions of a document depend" in found["shifted"]

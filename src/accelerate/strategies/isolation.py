@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from accelerate import rng, torch_private
 from accelerate.base import ConfigurationError, PreparationError
 from accelerate.ops import current_transport, is_dtensor, run_on_all_ranks
+from accelerate.strategies import axes
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.documents import NONE, documents_of, has_several, shape_of
 from accelerate.strategies.dtensors import clean_name
@@ -117,7 +118,9 @@ class _Outputs:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: object) -> None:
             tensor = self._first(output)
             if tensor is not None and tensor.requires_grad:
-                self.rows.append((name, module, self._first((args, kwargs)), tensor))
+                given = self._first((args, kwargs))
+                given = None if given is None else axes.resumed_in_part(given)
+                self.rows.append((name, module, given, axes.resumed_in_part(tensor)))
 
         return note
 

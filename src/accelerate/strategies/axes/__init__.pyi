@@ -21,7 +21,10 @@ from accelerate.strategies.axes.sequences import (
     merge_sequences as merge_sequences,
     outputs_are_whole as outputs_are_whole,
 )
-from accelerate.strategies.axes.sharded_forwards import sequence_state as sequence_state
+from accelerate.strategies.axes.sharded_forwards import (
+    resumed_in_part as resumed_in_part,
+    sequence_state as sequence_state,
+)
 from accelerate.strategies.axes.tensor import (
     TensorAxis as TensorAxis,
     check_divisible as check_divisible,

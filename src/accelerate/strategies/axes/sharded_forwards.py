@@ -168,6 +168,12 @@ def resumed_in_backward(tensor: Tensor, forward: ShardedForward) -> Tensor:
     return resume(tensor, forward)
 
 
+def resumed_in_part(tensor: Tensor) -> Tensor:
+    """Returns a value of the forward that runs, with which a backward pass may begin."""
+    forward = sequence_state().current
+    return tensor if forward is None else resumed_in_backward(tensor, forward)
+
+
 def bindings_of(model: nn.Module, replacements: Callable[[Any], Any]) -> Iterator[Binding]:
     """Yields the names by which the code of the classes of a model calls functions to replace.
 
