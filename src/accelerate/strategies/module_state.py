@@ -1,4 +1,4 @@
-"""Attributes and buffers of modules before a forward that is computed once more."""
+"""Attributes, buffers and random generators of modules before a forward that is computed once more."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from accelerate import torch_private
 
 MAX_COPIED = 2**16
 """Number of elements of the largest buffer whose values are copied."""
@@ -29,7 +31,7 @@ class SavedBuffer(NamedTuple):
 
 
 class ModuleState:
-    """Attributes that users add to modules, with the contents of lists and dicts, and buffers.
+    """Attributes that users add to modules, with the contents of lists and dicts, generators and buffers.
 
     Args:
         module: A module, of which all submodules are included.
@@ -41,12 +43,20 @@ class ModuleState:
         self._contents: list[tuple[Any, Any]] = [
             (value, value.copy()) for value in values if type(value) in (dict, list)
         ]
+        self._generators = [
+            (value, value.get_state()) for value in values if isinstance(value, torch.Generator)
+        ]
         self._buffers = [
             SavedBuffer(part, name, buffer, buffer._version, _copy_of(buffer))
             for part in module.modules()
             for name, buffer in part._buffers.items()
             if buffer is not None
         ]
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Random generators among the attributes."""
+        return [generator for generator, _ in self._generators]
 
     def changed_buffers(self) -> list[SavedBuffer]:
         """Returns the buffers that have changed.
@@ -114,12 +124,15 @@ class ModuleState:
         for value, content in self._contents:
             value.clear()
             value.update(content) if isinstance(value, dict) else value.extend(content)
+        for generator, state in self._generators:
+            generator.set_state(state)
 
 
 def has_replaced_parameters(module: nn.Module) -> bool:
     """Returns whether a module has other tensors than parameters now, as in `torch.func.functional_call`."""
-    tensors = module._parameters.values()
-    return any(tensor is not None and not isinstance(tensor, nn.Parameter) for tensor in tensors)
+    values: Any = module._parameters.values()
+    tensors = [each for each in values if not (each is None or isinstance(each, nn.Parameter))]
+    return not all(map(torch_private.is_view_of_flat_parameter, tensors))
 
 
 def _copy_of(buffer: Tensor) -> Tensor | None:

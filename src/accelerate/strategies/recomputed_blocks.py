@@ -8,12 +8,13 @@ Source: https://docs.pytorch.org/docs/stable/checkpoint.html
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, noop_context_fn
 
 from accelerate import planning, torch_private
@@ -63,6 +64,7 @@ class RecomputedForward:
         self.module = module
         self.inner: Callable[..., Any] | None = module.__dict__.get("forward")
         self.offload = offload
+        self.has_run = False
         self.options: dict[str, Any] = {"use_reentrant": False}
         if save_operators is not None:
             self.options["context_fn"] = partial(_contexts, save_operators)
@@ -88,7 +90,9 @@ class RecomputedForward:
     def _options_with_state(self, inputs: Sequence[object]) -> dict[str, Any]:
         versions = _versions_of(inputs) if inputs else []
         context_fn = self.options.get("context_fn", noop_context_fn)
-        contexts = partial(_contexts_with_state, self.module, context_fn, versions)
+        is_first = not (self.has_run or torch.compiler.is_compiling())
+        self.has_run = True
+        contexts = partial(_contexts_with_state, self.module, context_fn, versions, is_first=is_first)
         return {**self.options, "context_fn": contexts}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,8 +114,36 @@ def _versions_of(inputs: Sequence[object]) -> list[tuple[Tensor, int]]:
     return list(zip(tensors, torch_private.in_place_versions(tensors), strict=True))
 
 
+class _KnownGenerators(TorchFunctionMode):
+    """Raises an error for a draw from a generator whose state is not known, as a recomputation repeats it.
+
+    Args:
+        block: The block that runs.
+        generators: Generators whose states are known.
+    """
+
+    def __init__(self, block: nn.Module, generators: Sequence[torch.Generator]) -> None:
+        super().__init__()
+        self._block, self._generators = block, [*generators, torch.default_generator]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        generator = (kwargs or {}).get("generator")
+        if isinstance(generator, torch.Generator) and not any(generator is each for each in self._generators):
+            name = type(self._block).__name__
+            reason = "its forward draws from a torch.Generator that is no attribute of its modules"
+            fix = f"Make it an attribute, whose state is repeated, or leave {name} out of the blocks"
+            raise wrong_value("activation checkpointing", name, reason, fix)
+        return func(*args, **(kwargs or {}))
+
+
 def _contexts_with_state(
-    block: nn.Module, context_fn: Callable[[], tuple[Any, Any]], versions: Sequence[tuple[Tensor, int]]
+    block: nn.Module,
+    context_fn: Callable[[], tuple[Any, Any]],
+    versions: Sequence[tuple[Tensor, int]],
+    *,
+    is_first: bool,
 ) -> tuple[Any, Any]:
     """Returns the contexts of `context_fn`, with which a block changes its attributes and buffers once."""
     if any(map(has_replaced_parameters, block.modules())):
@@ -120,16 +152,21 @@ def _contexts_with_state(
         raise wrong_value("activation checkpointing", type(block).__name__, reason, fix)
     before = ModuleState(block)
     forward, recomputation = context_fn()
-    checked = _checked_forward(block, before, forward, versions)
+    draws = _KnownGenerators(block, before.generators) if is_first else nullcontext()
+    checked = _checked_forward(block, before, forward, versions, draws)
     return checked, RestoredState(block, before, recomputation, versions)
 
 
 @contextmanager
 def _checked_forward(
-    block: nn.Module, before: ModuleState, context: Any, versions: Sequence[tuple[Tensor, int]]
+    block: nn.Module,
+    before: ModuleState,
+    context: Any,
+    versions: Sequence[tuple[Tensor, int]],
+    draws: AbstractContextManager[object],
 ) -> Iterator[None]:
     """Raises an error after a forward that has changed values that are not known any more."""
-    with context:
+    with draws, context:
         yield
     _check_versions(block, versions)
     if lost := before.lost_buffer:

@@ -22,6 +22,7 @@ from accelerate.torch_private.fsdp import (
     gradient_sync as gradient_sync,
     is_freed_after_forward as is_freed_after_forward,
     is_unit_of_fsdp2 as is_unit_of_fsdp2,
+    is_view_of_flat_parameter as is_view_of_flat_parameter,
     kept_after_forward as kept_after_forward,
     meshes_of_fsdp2 as meshes_of_fsdp2,
     original_buffer_dtypes as original_buffer_dtypes,

@@ -156,6 +156,11 @@ def _parameters_of_fsdp2(model: nn.Module) -> Iterator[Any]:
         yield from group.fsdp_params
 
 
+def is_view_of_flat_parameter(tensor: Tensor) -> bool:
+    """Returns whether a tensor is a parameter in a forward of FSDP 1, which is a view of gathered values."""
+    return getattr(tensor._base, "_is_flat_param", False)
+
+
 def parameters_and_shards(models: Iterable[nn.Module]) -> Iterator[Tensor]:
     """Yields the parameters of models, and the shards of those that FSDP 2 has gathered now."""
     for model in models:

@@ -688,3 +688,43 @@ def test_a_list_of_inputs_may_grow_after_a_block() -> None:
         model(batch).square().sum().backward()
         found.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(*found)
+
+
+class Noisy(nn.Module):
+    """Layer that adds noise from a generator of its own, or from that of the module of Python."""
+
+    generator_of_all = torch.Generator()
+
+    def __init__(self, *, has_own: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        if has_own:
+            self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        generator = vars(self).get("generator", self.generator_of_all)
+        noise = torch.randn(x.shape, generator=generator)
+        return torch.tanh(self.linear(x * noise))  # type: ignore[no-any-return]
+
+
+def test_a_recomputation_repeats_the_draws_of_generators_of_a_block() -> None:
+    model = nn.Sequential(*(Noisy(has_own=True) for _ in range(2)))
+    found = copy.deepcopy(model)
+    recompute(found, list(found))
+    inputs = torch.randn(SAMPLES, WIDTH)
+    for _ in range(2):
+        for each in (model, found):
+            each(inputs).square().sum().backward()
+    for expected, parameter in zip(model.parameters(), found.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=0, atol=0)
+    for expected_layer, layer in zip(model, found, strict=True):
+        assert torch.equal(layer.generator.get_state(), expected_layer.generator.get_state())
+
+
+def test_a_draw_from_another_generator_is_refused() -> None:
+    model = nn.Sequential(Noisy(has_own=False))
+    recompute(model, list(model))
+    with pytest.raises(
+        ConfigurationError, match=r"Noisy.* draws from a torch\.Generator that is no attribute"
+    ):
+        model(torch.randn(SAMPLES, WIDTH))
