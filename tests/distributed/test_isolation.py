@@ -68,11 +68,17 @@ class Decoder(nn.Module):
 class Recomputed(Decoder):
     """Decoder that computes its layers again in the backward pass, and returns a loss only."""
 
+    is_reentrant = False
+
     def forward(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | None = None) -> Tensor:
         hidden = self.embedding(input_ids)
         for layer in self.layers:
-            hidden = checkpoint(layer, hidden, mask, use_reentrant=False)
+            hidden = checkpoint(layer, hidden, mask, use_reentrant=self.is_reentrant)
         return F.cross_entropy(self.head(hidden).flatten(0, 1), input_ids.flatten())
+
+
+class ReentrantlyRecomputed(Recomputed):
+    is_reentrant = True
 
 
 def batch_of(rank: int, is_masked: bool = False) -> dict[str, Tensor]:
@@ -203,6 +209,7 @@ def check_parts_of_sequences() -> dict[str, str]:
         "ones in a block": (llama(), ones, True),
         "packed": (llama(), batch, False),
         "recomputed": (Recomputed(), {**batch, "mask": mask}, False),
+        "reentrant": (ReentrantlyRecomputed(), {**batch, "mask": mask}, False),
         "recomputed without a mask": (Recomputed(), batch, False),
         "packed in a block": (llama(), batch, True),
         "shifted": (Placed(), {**given, "positions": counted}, False),

@@ -223,7 +223,7 @@ class IsolationCheck:
             outputs = _Outputs(self._model, self._numbers.shape)
             stack.callback(outputs.remove)
             leaves_of = _Inputs(self._numbers, self._documents, self._tokens, self._layer)
-            with leaves_of as inputs, torch.enable_grad():
+            with leaves_of as inputs, torch.enable_grad(), torch_private.without_reentrant_checkpoints():
                 self._call()
             self.has_shifted_positions = inputs.has_shifted_positions
             leaves = [*inputs.leaves, *self._inputs]

@@ -82,6 +82,7 @@ from accelerate.torch_private.modules import (
     replaced_weights as replaced_weights,
     state_dict_hooks as state_dict_hooks,
     uncompiled as uncompiled,
+    without_reentrant_checkpoints as without_reentrant_checkpoints,
 )
 from accelerate.torch_private.names import NAMES as NAMES, PrivateName as PrivateName
 from accelerate.torch_private.optimizers import (

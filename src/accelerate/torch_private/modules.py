@@ -10,9 +10,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
@@ -150,3 +152,19 @@ def remove_weights(module: nn.Module) -> None:
     """Sets the parameters and buffers of a module, without its submodules, to None."""
     for kind in (module._parameters, module._buffers):
         kind.update(dict.fromkeys(kind))
+
+
+@contextmanager
+def without_reentrant_checkpoints() -> Iterator[None]:
+    """Lets reentrant checkpoints be others inside the block, through which `torch.autograd.grad` works."""
+    module: Any = torch.utils.checkpoint
+    kept = module.CheckpointFunction
+
+    def apply(function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
+        return module.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserves)
+
+    module.CheckpointFunction = SimpleNamespace(apply=apply)
+    try:
+        yield
+    finally:
+        module.CheckpointFunction = kept
