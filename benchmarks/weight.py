@@ -15,7 +15,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 SOURCE, TESTS = ROOT / "src" / "accelerate", ROOT / "tests"
 LONG_FILE, LONG_FUNCTION, SHORT_FUNCTION = 500, 60, 5
-CORE = ("accelerator/core.py", "strategies/base.py", "optimizer.py", "accelerator/checkpoint_items.py")
+CORE = ("accelerator/core.py", "strategies/base.py", "optimizer.py", "accelerator/state_items.py")
 """Files that name no feature."""
 FEATURES = r"recovery|average|fast_saves|flops|pipeline|sharded\b|expert|matrix|clock|diloco|local_sgd"
 

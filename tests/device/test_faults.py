@@ -23,7 +23,7 @@ from accelerate.nested import send_to_device
 from accelerate.state import process_group
 from accelerate.strategies import base, session
 from accelerate.strategies.dtensors import shards
-from accelerate.weights import PinnedBuffers, pinned
+from accelerate.weights import PinnedBuffers, files
 
 pytestmark = pytest.mark.usefixtures("states")
 Run = Callable[..., list[Any]]
@@ -70,9 +70,9 @@ def model_left_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_pinned_buffer_for_all_weights(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pinned, "CHUNK_BYTES", 3000)
-    patch.setattr(pinned, "STAGED_BYTES", 1024)
-    buffer = torch.empty(pinned.CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+    patch.setattr(files, "CHUNK_BYTES", 3000)
+    patch.setattr(files, "STAGED_BYTES", 1024)
+    buffer = torch.empty(files.CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
     patch.setattr(PinnedBuffers, "_free_buffer", lambda self: buffer)
 
 

@@ -18,7 +18,7 @@ from accelerate.checkpointing import Payload, StagingMemory
 from accelerate.data_loader import prepare_data_loader
 from accelerate.tracking import read_snapshot, take_snapshot
 from accelerate.utils import find_executable_batch_size
-from accelerate.weights import PinnedBuffers, pinned
+from accelerate.weights import PinnedBuffers, files
 
 HERE = torch.device("sim", 0)
 WIDTH, BLOCKS = 64, 8
@@ -43,8 +43,8 @@ def make_blocks() -> nn.Module:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Divides weights of a few kilobytes into chunks that are copied through pinned memory."""
-    monkeypatch.setattr(pinned, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(pinned, "STAGED_BYTES", 1024)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(files, "STAGED_BYTES", 1024)
 
 
 @pytest.mark.parametrize("late", LATE)
