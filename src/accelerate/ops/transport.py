@@ -368,6 +368,14 @@ def open_consensus(transport: Transport, channel: StoreChannel | None) -> Consen
     return StoreConsensus(channel, transport.rank, transport.size, find_ended=find_ended)
 
 
+def is_on_any_rank(value: bool, device: torch.device) -> bool:
+    """Returns whether a value is True on any rank.
+
+    Called on all ranks.
+    """
+    return bool(current_transport().reduce(torch.tensor(float(value), device=device), "sum").item())
+
+
 def run_on_all_ranks(action: Callable[[], Result], kind: type[AccelerateError] = CheckpointError) -> Result:
     """Runs an action on each rank, and raises an error of a class on all ranks if it fails on one.
 

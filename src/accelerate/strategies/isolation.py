@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from accelerate import rng, torch_private
 from accelerate.base import ConfigurationError, PreparationError
-from accelerate.ops import current_transport, is_dtensor, run_on_all_ranks
+from accelerate.ops import is_dtensor, is_on_any_rank, run_on_all_ranks
 from accelerate.strategies import axes
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.documents import NONE, documents_of, has_several, shape_of
@@ -267,14 +267,6 @@ def _whole(tensor: Tensor) -> Tensor:
     """Returns a tensor, or the whole of a distributed one with its gradient."""
     whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return whole
-
-
-def is_on_any_rank(value: bool, device: torch.device) -> bool:
-    """Returns whether a value is True on any rank.
-
-    Called on all ranks.
-    """
-    return bool(current_transport().reduce(torch.tensor(float(value), device=device), "sum").item())
 
 
 def cause_of(leak: Leak, model: nn.Module, batch: object, *, is_causal: bool) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from accelerate.base import PreparationError, StateError
 from accelerate.checkpointing import Box, LocalShards, box_of, to_local_shards
 from accelerate.logging import get_logger
-from accelerate.ops import current_transport, is_dtensor, local_tensor
+from accelerate.ops import current_transport, is_dtensor, is_on_any_rank, local_tensor
 from accelerate.strategies.layer import Layer, WeakStrategy
 from accelerate.strategies.matrix_plan import LocalBox, Matrix, by_dtype, plan_owners
 from accelerate.strategies.session import WHOLE_MATRICES, needs_whole_matrices
@@ -312,7 +312,7 @@ class WholeMatrices(Layer):
             is_expected = whole_matrices is True or not strategy.holds_whole_models
             keys_of = partial(_keys_of, self._strategy)
             is_divided = any(layer.divides_models for layer in strategy.layers)
-            is_new = partial(_is_true_on_any_rank, strategy.context.device) if is_divided else None
+            is_new = partial(is_on_any_rank, device=strategy.context.device) if is_divided else None
             owners = MatrixOwners(optimizer, keys_of, is_expected, is_new)
             optimizer.observers = (*optimizer.observers, owners)
             optimizer.step_wrappers = (*optimizer.step_wrappers, owners.step)
@@ -336,14 +336,6 @@ class WholeMatrices(Layer):
 def _keys_of(strategy: Callable[[], Strategy], optimizer: torch.optim.Optimizer) -> Sequence[Sequence[str]]:
     """Returns the keys of the parameters of an optimizer, which the strategy has, with other objects."""
     return strategy().state.parameter_keys(optimizer)
-
-
-def _is_true_on_any_rank(device: torch.device, value: bool) -> bool:
-    """Returns whether a value is true on any rank.
-
-    Called on all ranks.
-    """
-    return bool(current_transport().reduce(torch.tensor(float(value), device=device), "sum").item())
 
 
 def _describe_steps(optimizer: AcceleratedOptimizer, size: int) -> str:

@@ -95,7 +95,7 @@ class _Draws(torch_private.TorchDispatchMode):  # type: ignore[misc]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch_private.draws_random_numbers(func, args, kwargs):
             values = torch_private.pytree.tree_map_only(
                 Tensor, lambda tensor: torch.empty_like(tensor, device=self.device), (args, kwargs)
             )

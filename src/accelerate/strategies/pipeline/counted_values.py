@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from accelerate import torch_private
+from accelerate.strategies.axes import whole_losses
 from accelerate.strategies.pipeline.microbatches import MicroBatch
 
 IGNORED = (-100, 0)
@@ -33,7 +33,6 @@ MOST_VALUES = 16
 NUM_CHECKS = 4
 """Number of checks of a loss function. The first ones may prove nothing, such as with a head of zeros."""
 _COMPARISONS = frozenset({"eq", "ne", "__eq__", "__ne__"})
-_WITH_IGNORED = frozenset({F.cross_entropy, F.nll_loss})
 
 Key = tuple[int, int | None]
 """Position of a tensor in a batch, and the integer whose other values are counted."""
@@ -173,8 +172,8 @@ class _IgnoredValues(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _WITH_IGNORED:
-            self._add(int(kwargs.get("ignore_index", -100)))
+        if func in whole_losses.LOSSES:
+            self._add(int(whole_losses.named_arguments(args, kwargs).get("ignore_index", -100)))
         elif getattr(func, "__name__", "") in _COMPARISONS:
             operands = (*args, *kwargs.values())
             numbers = [each for each in operands if type(each) is int]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from accelerate import torch_private
 from accelerate.base import StateError, wrong_value
+from accelerate.ops import is_on_any_rank
 from accelerate.plugins import SCHEDULES, PipelineConfig
 from accelerate.strategies.batches import LossFunction, loss_of
 from accelerate.strategies.dtensors import Replicas, named_parameters
@@ -151,11 +152,8 @@ class Pipeline(ScheduledStages):
 
     def _is_on_any_rank(self, value: bool) -> bool:
         """Returns whether a value is true on any rank, because other pipelines have other batches."""
-        if dist.get_world_size() == dist.get_world_size(self.group):
-            return value
-        number = torch.tensor(int(value), device=self.device)
-        dist.all_reduce(number, op=dist.ReduceOp.MAX)
-        return bool(number.item())
+        is_alone = dist.get_world_size() == dist.get_world_size(self.group)
+        return value if is_alone else is_on_any_rank(value, self.device)
 
     def _compare_changes(self) -> None:
         """Lets the next batches be compared if the user has changed the model since the last batch.
