@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -35,17 +36,19 @@ class ModuleState:
 
     Args:
         module: A module, of which all submodules are included.
+        generators: Random generators besides those among the attributes.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, generators: Iterable[torch.Generator] = ()) -> None:
         self._attributes = [(part, _attributes_of(part)) for part in module.modules()]
         values = [value for _, attributes in self._attributes for value in attributes.values()]
         self._contents: list[tuple[Any, Any]] = [
             (value, value.copy()) for value in values if type(value) in (dict, list)
         ]
-        self._generators = [
-            (value, value.get_state()) for value in values if isinstance(value, torch.Generator)
-        ]
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        for value in (*values, *generators):
+            if isinstance(value, torch.Generator):
+                self.add_generator(value)
         self._buffers = [
             SavedBuffer(part, name, buffer, buffer._version, _copy_of(buffer))
             for part in module.modules()
@@ -53,10 +56,12 @@ class ModuleState:
             if buffer is not None
         ]
 
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """Random generators among the attributes."""
-        return [generator for generator, _ in self._generators]
+    def add_generator(self, generator: torch.Generator) -> bool:
+        """Adds the state of a random generator, and returns whether it was not known."""
+        is_new = not any(generator is known for known, _ in self._generators)
+        if is_new:
+            self._generators.append((generator, generator.get_state()))
+        return is_new
 
     def changed_buffers(self) -> list[SavedBuffer]:
         """Returns the buffers that have changed.

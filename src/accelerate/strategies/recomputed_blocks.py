@@ -64,10 +64,14 @@ class RecomputedForward:
         self.module = module
         self.inner: Callable[..., Any] | None = module.__dict__.get("forward")
         self.offload = offload
-        self.has_run = False
+        self.generators: list[torch.Generator] | None = None  # besides those of modules, after a forward
         self.options: dict[str, Any] = {"use_reentrant": False}
         if save_operators is not None:
             self.options["context_fn"] = partial(_contexts, save_operators)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the attributes without generators, which a copy finds in its first forward."""
+        return {**vars(self), "generators": None}
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -90,9 +94,10 @@ class RecomputedForward:
     def _options_with_state(self, inputs: Sequence[object]) -> dict[str, Any]:
         versions = _versions_of(inputs) if inputs else []
         context_fn = self.options.get("context_fn", noop_context_fn)
-        is_first = not (self.has_run or torch.compiler.is_compiling())
-        self.has_run = True
-        contexts = partial(_contexts_with_state, self.module, context_fn, versions, is_first=is_first)
+        generators, is_first = self.generators or [], self.generators is None
+        if is_first and not torch.compiler.is_compiling():
+            self.generators = generators
+        contexts = partial(_contexts_with_state, self.module, context_fn, versions, generators, is_first)
         return {**self.options, "context_fn": contexts}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,27 +119,29 @@ def _versions_of(inputs: Sequence[object]) -> list[tuple[Tensor, int]]:
     return list(zip(tensors, torch_private.in_place_versions(tensors), strict=True))
 
 
-class _KnownGenerators(TorchFunctionMode):
-    """Raises an error for a draw from a generator whose state is not known, as a recomputation repeats it.
+class _NotedGenerators(TorchFunctionMode):
+    """Context that finds the generators from which a block draws, besides those of its modules.
 
     Args:
-        block: The block that runs.
-        generators: Generators whose states are known.
+        before: State from before the forward, to which the states of these generators are added.
+        generators: List to which they are added.
     """
 
-    def __init__(self, block: nn.Module, generators: Sequence[torch.Generator]) -> None:
+    def __init__(self, before: ModuleState, generators: list[torch.Generator]) -> None:
         super().__init__()
-        self._block, self._generators = block, [*generators, torch.default_generator]
+        self._before, self._generators = before, generators
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         generator = (kwargs or {}).get("generator")
-        if isinstance(generator, torch.Generator) and not any(generator is each for each in self._generators):
-            name = type(self._block).__name__
-            reason = "its forward draws from a torch.Generator that is no attribute of its modules"
-            fix = f"Make it an attribute, whose state is repeated, or leave {name} out of the blocks"
-            raise wrong_value("activation checkpointing", name, reason, fix)
+        is_default = generator is torch.default_generator
+        if (
+            isinstance(generator, torch.Generator)
+            and not is_default
+            and self._before.add_generator(generator)
+        ):
+            self._generators.append(generator)
         return func(*args, **(kwargs or {}))
 
 
@@ -142,7 +149,7 @@ def _contexts_with_state(
     block: nn.Module,
     context_fn: Callable[[], tuple[Any, Any]],
     versions: Sequence[tuple[Tensor, int]],
-    *,
+    generators: list[torch.Generator],
     is_first: bool,
 ) -> tuple[Any, Any]:
     """Returns the contexts of `context_fn`, with which a block changes its attributes and buffers once."""
@@ -150,11 +157,12 @@ def _contexts_with_state(
         reason = "its parameters are replaced during this call, and a recomputation would use its own"
         fix = "Leave it out where torch.func.functional_call is used"
         raise wrong_value("activation checkpointing", type(block).__name__, reason, fix)
-    before = ModuleState(block)
+    before = ModuleState(block, generators)
     forward, recomputation = context_fn()
-    draws = _KnownGenerators(block, before.generators) if is_first else nullcontext()
+    compiles = torch.compiler.is_compiling()
+    draws = _NotedGenerators(before, generators) if is_first and not compiles else nullcontext()
     checked = _checked_forward(block, before, forward, versions, draws)
-    return checked, RestoredState(block, before, recomputation, versions)
+    return checked, RestoredState(block, before, recomputation, versions, generators)
 
 
 @contextmanager
@@ -197,20 +205,26 @@ class RestoredState:
     Args:
         before: State from before its forward.
         versions: Inputs of the forward, each with the number of its changes in place until then.
+        generators: Random generators besides those of modules.
     """
 
     def __init__(
-        self, block: nn.Module, before: ModuleState, inner: Any, versions: Sequence[tuple[Tensor, int]]
+        self,
+        block: nn.Module,
+        before: ModuleState,
+        inner: Any,
+        versions: Sequence[tuple[Tensor, int]],
+        generators: Sequence[torch.Generator],
     ) -> None:
         self._block, self._before, self._inner, self._versions = block, before, inner, versions
-        self._current = before
+        self._current, self._generators = before, generators
         self._device = _device_to_seed([tensor for tensor, _ in versions])
         self._generator = torch.empty(0) if self._device is None else self._device.rng_state()
         self._current_generator = self._generator
 
     def __enter__(self) -> None:
         _check_versions(self._block, self._versions)
-        self._current = ModuleState(self._block)
+        self._current = ModuleState(self._block, self._generators)
         self._before.restore_copies()
         if self._device is not None:
             self._current_generator = self._device.rng_state()
