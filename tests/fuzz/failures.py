@@ -23,6 +23,7 @@ from accelerate.commands.failure_check import Run, compare, find_problems
 from chaos.orders import ORDERS
 from chaos.run import PLACES, Training, make_command
 
+BLOCK = 5  # each trial starts its own processes
 MAX_FAILURES = 3
 EPOCHS, LAST_STEP = 4, 20  # a member that fails late is not there again before the end
 PAUSE = 0.15  # seconds in each step, in which members that were killed start again

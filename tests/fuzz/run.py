@@ -30,7 +30,7 @@ import resume
 sys.path.append(str(Path(__file__).parents[1]))
 from distributed import conftest as ranks
 
-BLOCK = 50  # trials whose processes are started together
+BLOCK = 50  # trials whose processes are started together, unless the kind has another number
 SECONDS = 8.0  # for each trial, on average, and as much again for each request
 KINDS: dict[str, Any] = {"resume": resume, "loops": loops, "axes": axes, "failures": failures}
 """Modules with `describe(seed)`, which returns the schedule of a trial as text, and `run(seeds, ask)`, which
@@ -96,7 +96,8 @@ def read_results(path: Path) -> list[Any]:
 
 def run_seeds(kind: Any, seeds: list[int], workers: int) -> Iterator[tuple[int, str]]:
     """Run trials in blocks, several at a time, and yield what each has found."""
-    blocks = [seeds[start : start + BLOCK] for start in range(0, len(seeds), BLOCK)]
+    size = getattr(kind, "BLOCK", BLOCK)
+    blocks = [seeds[start : start + size] for start in range(0, len(seeds), size)]
 
     def run(blocks: list[list[int]]) -> Iterator[dict[int, str]]:
         server = ranks.RankServer()
@@ -131,12 +132,13 @@ def main() -> None:
     kind = KINDS[arguments.kind]
     begin = time.monotonic()
     different = []
+    size = getattr(kind, "BLOCK", BLOCK)
     for count, (seed, text) in enumerate(run_seeds(kind, seeds, arguments.workers), 1):
         if text or arguments.seed is not None:
             print(f"\nseed {seed}\n{kind.describe(seed)}\n{text or 'no difference'}", flush=True)
         if text:
             different.append(seed)
-        if count % 100 == 0:
+        if count % (2 * size) == 0:
             print(f"{count} trials, {len(different)} differ, {time.monotonic() - begin:.0f} s", flush=True)
     for outcome, number in getattr(kind, "outcomes", Counter()).most_common():
         print(f"{number} {outcome}")
