@@ -17,6 +17,7 @@ ORDERS = (
     "two optimizers",
     "closure",
     "clipped",
+    "clipped by torch",
     "statistics",
 )
 REFUSED = {"gan": "after an optimizer has stepped on this batch"}
@@ -90,8 +91,12 @@ def train(order: str, accelerator: Any, parts: Parts, rows: Tensor, labels: Tens
         backward(loss_of(1.0))
     if order == "clipped" and accelerator.sync_gradients:
         accelerator.clip_grad_norm_([*first.parameters(), *second.parameters()], 0.1)
+    if order == "clipped by torch" and (
+        accelerator.sync_gradients or accelerator.gradient_accumulation_steps == 1
+    ):
+        torch.nn.utils.clip_grad_norm_([*first.parameters(), *second.parameters()], 0.1)
     fail("before the step")
     for optimizer in optimizers:
         optimizer.step()
-    if order in ("plain", "two backward", "clipped"):
+    if order in ("plain", "two backward", "clipped", "clipped by torch"):
         one.zero_grad()

@@ -299,14 +299,17 @@ class Recovery(ReplicaGroups):
                 "first optimizer.step(), or leave --replicas out."
             )
         if self.in_pass:
-            self._step.take_sums()
+            self._step.begin_backward()
 
     def after_backward(self) -> None:
         """Adds up the gradients of all members, after a backward pass of the last micro-batch."""
-        if not (self.in_pass and self._gradients.sync_gradients):
+        if not self.in_pass:
             return
-        assert self._membership is not None
-        self._step.add_up(self._membership, [*self._requested.values()])
+        is_last = self._gradients.sync_gradients
+        if is_last:
+            assert self._membership is not None
+            self._step.add_up(self._membership, [*self._requested.values()])
+        self._step.keep_gradients(undoes_changes=not is_last and self._gradients.num_steps == 1)
 
     def commit(self) -> bool:
         """Returns whether the optimizers take the step, which is decided once for each step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +19,32 @@ OPTIONS = ("lr", "momentum", "betas", "weight_decay")
 """Options of optimizers that loops change, and optimizers do not compute from gradients."""
 NUM_DIGITS = 6
 """Numbers of 4 bits in the digest of the options of the optimizers, whose sums of squares are exact."""
+CHANGED_GRADIENTS = (
+    "Gradients were changed or set to zero after accelerator.backward(loss), and another backward pass of "
+    "the same step adds to them. After a failure, a replica group computes several batches in one step, so "
+    "the result would depend on failures. Change gradients after the last backward pass of a step, if "
+    "accelerator.sync_gradients is True, as accelerator.clip_grad_norm_ does, or leave --replicas out."
+)
+
+
+class _Gradient(NamedTuple):
+    """Gradient of a parameter after a backward pass."""
+
+    parameter: nn.Parameter
+    gradient: torch.Tensor | None
+    version: int
+    copy: torch.Tensor | None
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, *, is_copied: bool) -> _Gradient:
+        gradient = parameter.grad
+        [version] = torch_private.in_place_versions([gradient])
+        copy = gradient.clone() if is_copied and gradient is not None else None
+        return cls(parameter, gradient, version, copy)
+
+    def is_changed(self) -> bool:
+        gradient = self.parameter.grad
+        return gradient is not self.gradient or torch_private.in_place_versions([gradient]) != [self.version]
 
 
 class StepState:
@@ -32,6 +59,9 @@ class StepState:
         self._strategy, self._prepared = strategy, prepared
         self._has_summed = False  # whether a backward pass of this micro-batch has added up gradients
         self._sums: list[tuple[nn.Parameter, torch.Tensor]] = []  # of the earlier ones, during another one
+        self._gradients: list[_Gradient] = []  # after the last backward pass
+        self._undoes_changes = False  # of these gradients by the loop
+        self._to_check: set[nn.Parameter] = set()  # parameters whose sums the loop has changed
         self._states: list[strategies.ModuleState] = []  # of the models, at the beginning of the step
         self._kept: list[strategies.ModuleState] = []  # before a micro-batch that must not change the models
         self._changed: list[strategies.SavedBuffer] = []  # buffers that the step has changed
@@ -52,7 +82,7 @@ class StepState:
 
     def begin(self) -> None:
         """Keeps the state of the models, to which `restore` returns."""
-        self._states, self._kept = self._model_states(), []
+        self._states, self._kept, self._gradients = self._model_states(), [], []
 
     def begin_micro_batch(self, *, is_own: bool) -> None:
         """Begins a micro-batch, and keeps the state of the models if it must not change them."""
@@ -79,10 +109,33 @@ class StepState:
         models = self._prepared.models
         return list(dict.fromkeys(p for model in models for p in model.parameters() if p.requires_grad))
 
-    def take_sums(self) -> None:
-        """Takes the sums of earlier backward passes of this step, which are not to be added up again."""
-        if not self._has_summed:
-            return
+    def begin_backward(self) -> None:
+        """Takes the sums of earlier backward passes of this step, which are not to be added up again.
+
+        Raises:
+            StateError: The loop has changed gradients before the last micro-batch of this replica group.
+        """
+        changed, self._gradients = [each for each in self._gradients if each.is_changed()], []
+        if self._has_summed:
+            self._to_check.update(each.parameter for each in changed)
+            self._take_sums()
+        elif changed and not self._undoes_changes:
+            raise StateError(CHANGED_GRADIENTS)
+        else:
+            for each in changed:
+                each.parameter.grad = each.copy
+
+    def keep_gradients(self, *, undoes_changes: bool) -> None:
+        """Keeps the gradients after a backward pass, and their versions.
+
+        Args:
+            undoes_changes: Whether the next backward pass begins with these gradients if the loop changes
+                them, because it has one micro-batch in each step without a failure.
+        """
+        self._undoes_changes = undoes_changes
+        self._gradients = [_Gradient.of(parameter, is_copied=undoes_changes) for parameter in self._trained()]
+
+    def _take_sums(self) -> None:
         for parameter in self._trained():
             if (earlier := parameter.grad) is not None:
                 # DistributedDataParallel writes the next gradients into the memory of its own views.
@@ -96,11 +149,13 @@ class StepState:
         squares = [digit**2 for digit in digits]
         self._flags.grad = self._flags.new_tensor([*flags, len(self._changed), *digits, *squares])
         parameters = [*self._trained(), self._flags]
+        if any(parameter.grad is not None for parameter in self._to_check):
+            raise StateError(CHANGED_GRADIENTS)
         strategies.sum_gradients(parameters, membership.sum, bucket_bytes=BUCKET_BYTES)
         self._has_summed = True
         for parameter, earlier in self._sums:
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-        self._sums = []
+        self._sums, self._to_check = [], set()
 
     def _digest_options(self) -> Iterator[int]:
         """Yields the digits of a digest of the options of all optimizers that loops change."""

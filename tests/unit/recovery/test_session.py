@@ -159,3 +159,52 @@ def test_a_pass_that_others_end_meanwhile_is_not_trained_alone(
 def test_steps_are_not_taken_without_the_state_of_the_run(states: None) -> None:
     with pytest.raises(RecoveryError, match="sent no state within -1"):
         begin_again(Waiting(), Store(), -1)
+
+
+@pytest.fixture
+def gradients_of_step(states: None) -> tuple[StepState, torch.nn.Linear, Callable[..., None]]:
+    """A step, its model, and a function that takes a backward pass, and then changes gradients."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    strategy: Any = accelerator._runtime.strategy
+    step = StepState(strategy, strategy.session.prepared, 2)
+    member: Any = OtherMember()
+
+    def backward(used: torch.nn.Parameter, *, is_last: bool, undoes_changes: bool = False) -> None:
+        step.begin_backward()
+        used.sum().backward()
+        if is_last:
+            step.add_up(member, [True, False])
+        step.keep_gradients(undoes_changes=undoes_changes)
+        torch.nn.utils.clip_grad_norm_([used], 0.1)
+
+    step.begin()
+    return step, model, backward
+
+
+def test_a_loop_changes_only_the_gradients_of_a_step(gradients_of_step: Any) -> None:
+    step, model, backward = gradients_of_step
+    for _ in range(2):
+        step.begin_micro_batch(is_own=True)
+        backward(model.weight, is_last=False, undoes_changes=True)
+    step.begin_micro_batch(is_own=True)
+    step.begin_backward()
+    assert model.weight.grad.tolist() == [[2.0, 2.0]]
+
+
+def test_gradients_of_one_loss_may_change_before_that_of_others(gradients_of_step: Any) -> None:
+    _, model, backward = gradients_of_step
+    for parameter in (model.weight, model.bias):
+        backward(parameter, is_last=True)
+    assert model.weight.grad.norm().item() == pytest.approx(0.1)
+    assert model.bias.grad.norm().item() == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_gradients_that_change_before_others_are_added_are_refused(
+    gradients_of_step: Any, is_last: bool
+) -> None:
+    _, model, backward = gradients_of_step
+    backward(model.weight, is_last=is_last)
+    with pytest.raises(StateError, match="Gradients were changed or set to zero after accelerator.backward"):
+        backward(model.weight, is_last=is_last)
