@@ -517,13 +517,21 @@ def use_wrongly() -> None:
         with pytest.raises(StateError, match="is on stage 1 of the pipeline"):
             model.norm(torch.zeros(1, 8))
     accelerator.forward_backward(model, batch, mean_loss)
+    own = [parameter for _, parameter in model.named_parameters()]
     with pytest.raises(StateError, match="of the stages of this rank only"):
-        clip_grad_norm_(model.parameters(), 0.5)
+        clip_grad_norm_(own, 0.5)
+    for norm in (
+        lambda: clip_grad_norm_(model.parameters(), 0.5),
+        lambda: sum(p.grad.norm().item() ** 2 for p in model.parameters()),
+        lambda: torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm(),
+    ):
+        with pytest.raises(StateError, match=r"norm of the gradients with accelerator\.clip_grad_norm_"):
+            norm()
     other = torch.nn.Linear(2, 2)
     other(torch.ones(1, 2)).sum().backward()
     clip_grad_norm_(other.parameters(), 0.5)
     accelerator.free_memory()
-    clip_grad_norm_(model.parameters(), 0.5)
+    clip_grad_norm_(own, 0.5)
 
 
 def test_uses_of_parts_of_a_model_are_refused(run: Run) -> None:

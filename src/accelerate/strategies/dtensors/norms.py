@@ -20,7 +20,7 @@ Groups = tuple[dist.ProcessGroup, ...]
 
 
 def local_gradients(parameters: Parameters) -> list[Tensor]:
-    """Returns the local shards of all gradients, which share memory with the gradients.
+    """Returns the local shards of all gradients with values, which share memory with the gradients.
 
     Called on all ranks. Gradients that the backward left replicated or as partial sums are redistributed to
     the placements of their parameters first, in place.
@@ -32,7 +32,7 @@ def local_gradients(parameters: Parameters) -> list[Tensor]:
             if gradient.placements != parameter.placements:
                 parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
             gradient = gradient.to_local()
-        if gradient is not None:
+        if gradient is not None and not gradient.is_meta:
             shards.append(gradient)
     return shards
 

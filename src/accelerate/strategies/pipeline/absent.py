@@ -2,7 +2,7 @@
 
 A layer of another rank has no weights, so a loop such as `zip(model.student.parameters(),
 model.teacher.parameters())` would end early. Its methods return tensors without values instead, whose use
-together with tensors of this rank raises an error.
+together with tensors of this rank raises an error. So do their gradients.
 """
 
 from __future__ import annotations
@@ -42,6 +42,18 @@ class AbsentTensor(Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         """Device of the rank, where code creates tensors for this one, but meta inside of operators."""
         return self.rank_device if torch_private.is_torch_function_enabled() else super().device
+
+    @property
+    def grad(self) -> AbsentTensor | None:
+        """Gradient without values of a parameter that is trained, so that sums over gradients are refused."""
+        if not (self.is_leaf and self.requires_grad):
+            return None
+        return absent_tensor(self.detach(), self.layer, self.rank_device)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        if gradient is not None and not isinstance(gradient, AbsentTensor):
+            _refuse_values(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
         return memo.setdefault(id(self), absent_tensor(self, self.layer, self.rank_device))  # type: ignore[no-any-return]
@@ -116,10 +128,11 @@ def absent_tensor(tensor: Tensor, layer: str, device: torch.device) -> AbsentTen
 
 def _refuse_values(tensor: AbsentTensor) -> NoReturn:
     raise StateError(
-        f"The values of a weight of {tensor.layer} are not on this rank, and code outside of the model uses "
+        f"The values of weights of {tensor.layer} are not on this rank, and code outside of the model uses "
         "them. Compute this in the forward of the model, begin stages at other layers with "
-        "PipelineConfig(split=[...]), gather whole weights with accelerator.get_state_dict(model), or "
-        "average weights with accelerator.average(model)."
+        "PipelineConfig(split=[...]), gather whole weights with accelerator.get_state_dict(model), "
+        "average weights with accelerator.average(model), or compute the norm of the gradients with "
+        "accelerator.clip_grad_norm_(model.parameters(), float('inf'))."
     )
 
 
