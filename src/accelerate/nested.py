@@ -284,10 +284,8 @@ def find_batch_size(data: object) -> int:
 def ignorant_find_batch_size(data: Any) -> int | None:
     """Returns the batch size of a structure, or None when it has none."""
     # The usual structures are searched without a generator, because this is called for each batch.
-    first: torch.Tensor | None = data[0] if type(data) is list and data else data
-    if type(first) is not torch.Tensor:
-        first = _first_tensor(first)
-    if first is not None and (shape := first.shape):
+    item = data[0] if type(data) is list and data else data
+    if (type(item) is torch.Tensor or (item := _first_tensor(item)) is not None) and (shape := item.shape):
         return shape[0]
     return next((int(tensor.size(0)) for tensor in iterate_tensors(data) if tensor.ndim), None)
 

@@ -61,7 +61,7 @@ class Windows:
                 window = Window(accumulation, models, reader, *read)
                 yield window
                 window.close()
-                data_loader.end_use(reader.loader, run_observers())
+                run_observers().before_read(reader.loader)
         finally:
             if window is not None:  # after an exception the loop over the window may still be open
                 window.close()

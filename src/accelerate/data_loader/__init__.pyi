@@ -83,7 +83,6 @@ from accelerate.data_loader.rank_aware import has_own_shard as has_own_shard
 from accelerate.data_loader.reading import (
     LastMark as LastMark,
     WorkersObserver as WorkersObserver,
-    end_use as end_use,
 )
 from accelerate.data_loader.samplers import (
     BatchSamplerShard as BatchSamplerShard,

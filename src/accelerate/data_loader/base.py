@@ -137,6 +137,9 @@ class DataLoaderAdapter(_Base):
 
     iterator: Any = None
     """The iterator of torch or torchdata that the current pass reads; not copied with the loader."""
+    device: Any = None
+    """Device of the batches; None leaves them where they are."""
+    _non_blocking: bool = False
     reads_in_order: bool = False
     """Whether map-style data is read in order, too, so that torchdata keeps the position."""
 
@@ -179,6 +182,11 @@ class DataLoaderAdapter(_Base):
         return self.tracker.position
 
     @property
+    def seen(self) -> int:
+        """Number of batches that the loop has taken in this epoch."""
+        return self.tracker.seen
+
+    @property
     def _index_sampler(self) -> Any:
         return self.base_dataloader._index_sampler
 
@@ -193,6 +201,10 @@ class DataLoaderAdapter(_Base):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return open_iterator(self)
+
+    def begin_pass(self) -> Any:
+        """Begins a pass, and returns the loader that makes it, which is this one or a late start of it."""
+        return self
 
     def __len__(self) -> int:
         skipped = self.skip_batches + self.start.skip_source
@@ -354,7 +366,7 @@ class DataLoaderAdapter(_Base):
 
     def _advance(self, epoch: int) -> None:
         """Ends the pass of an epoch, here and in the loader of which this one is a late start."""
-        self.tracker.was_left_early = not self.position.is_over
+        self.tracker.was_left_early = not self.tracker.is_over
         self.tracker.end()
         for loader in (self, self.start.origin):
             if loader is not None and loader.iteration == epoch:
@@ -375,30 +387,6 @@ def _setting_of_torch(name: str) -> property:
 
 for _name in _TORCH_SETTINGS:
     setattr(DataLoaderAdapter, _name, _setting_of_torch(_name))
-
-
-class PassContext:
-    """Context of a pass over a loader, which sets its epoch, makes it the active loader and counts the epoch.
-
-    It is a class because on Python 3.10 `contextmanager` keeps the frames of a pass that is left early, and
-    so its workers, until the next garbage collection.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def __enter__(self) -> None:
-        self.epoch = self.loader._agree_on_epoch()
-        self.num_restored = self.loader.tracker.num_restored
-        self.loader.begin()
-
-    def __exit__(self, *error: object) -> None:
-        self.loader.end()
-        self.loader.iterator = None
-        if self.loader.tracker.num_restored == self.num_restored:  # otherwise it is at a checkpoint
-            self.loader._advance(self.epoch)
-        if self.loader.torchdata_resumes and not self.loader.persistent_workers:
-            self.loader.base_dataloader._iterator = None  # its workers end with the pass, not with the loader
 
 
 def get_batch_metadata(loader: Any) -> BatchMetadata:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch.utils.data import default_collate
 
 from accelerate.data_loader.background import RandomDrawDetector, ReadAhead
-from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, PassContext
+from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin
 from accelerate.data_loader.dispatch_transport import (
     BatchChannel,
     BatchSender,
@@ -28,7 +27,14 @@ from accelerate.data_loader.global_batches import GlobalBatchBuilder
 from accelerate.data_loader.last_batch import last_remainder
 from accelerate.data_loader.late_start import make_resumed_loader
 from accelerate.data_loader.plan import UNPREPARED, ShardPlan, data_groups
-from accelerate.data_loader.reading import choose_move, end_use, open_batches, open_pass, yield_batches
+from accelerate.data_loader.reading import (
+    OpenPass,
+    PassContext,
+    choose_move,
+    open_batches,
+    open_pass,
+    read_pass,
+)
 from accelerate.data_loader.resume import keep_source_state, source_state
 from accelerate.data_loader.samplers import first_number
 from accelerate.devices import of_device
@@ -94,29 +100,28 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         """The device of the batches."""
         return self.state.device
 
-    @closed_at_exit
-    def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]
-        if (late := make_resumed_loader(self)) is not None:
-            yield from late
-            return
-        if self.plan.mode == "unsharded":
-            yield from self._read_alone()
-            return
-        observers = run_observers()
-        observers.pass_begun(self)
-        try:
-            yield from self._own_parts(current_transport(), observers)
-        finally:
-            observers.pass_ended(self)
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return read_pass(self) if self.plan.mode == "unsharded" else self._read_parts()
 
-    def _read_alone(self) -> Iterator[Any]:
-        """Makes one pass that no other process reads."""
-        with PassContext(self):
-            skipped = self.skip_batches + self.start.skip_source
-            batches, mark, padding_record = open_pass(self, skipped)
-            number = first_number(self._index_sampler) + skipped
-            choose = partial(choose_move, self.device, self._non_blocking)
-            yield from yield_batches(self, batches, mark, padding_record, number, choose)
+    def begin_pass(self) -> Any:
+        """Begins a pass, and returns the loader that makes it, which is this one or a late start of it."""
+        late = make_resumed_loader(self)
+        return self if late is None else late
+
+    def open_pass(self, wrap: None) -> OpenPass:
+        """Opens a pass that no other process reads."""
+        skipped = self.skip_batches + self.start.skip_source
+        return open_pass(self, skipped, first_number(self._index_sampler) + skipped)
+
+    @closed_at_exit
+    def _read_parts(self) -> Generator[Any, None, None]:
+        """Makes one pass over the parts of this process, on its device."""
+        loader, observers = self.begin_pass(), run_observers()
+        observers.pass_begun(loader)
+        try:
+            yield from loader._own_parts(current_transport(), observers)
+        finally:
+            observers.pass_ended(loader)
 
     def _own_parts(self, transport: Transport, observers: Observers) -> Iterator[Any]:
         """Yields the part of this process of each global batch, on its device."""
@@ -125,15 +130,16 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                 order_is_drawn = self.tracker.begin(self, self.start.position)
                 self._draw_base_seed()
                 order_is_drawn()
-            move, batches_per_step, is_first = None, self.plan.batches_per_step, True
+            self.tracker.batches_per_step = self.plan.batches_per_step
+            move, is_first = None, True
             for batch in received:
-                self._record(batch, batches_per_step)
+                self._record(batch)
                 if is_first:
                     move, is_first = choose_move(self.device, self._non_blocking, batch.part), False
                 part = batch.part if move is None else move(batch.part)
                 observers.batch_read(self.batch_rows or 0)
                 yield part
-                end_use(self, observers)
+                observers.before_read(self)
 
     def _draw_base_seed(self) -> None:
         """Draws the seed that torch's iterator draws on rank 0, so that all generators stay equal.
@@ -147,7 +153,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         if not self.start.position.is_over:
             torch.empty((), dtype=torch.int64).random_(generator=self.base_dataloader.generator)
 
-    def _record(self, batch: ReceivedBatch, batches_per_step: int) -> None:
+    def _record(self, batch: ReceivedBatch) -> None:
         """Sets the attributes of the loader for a batch."""
         self.set_counts(batch.counts, ignorant_find_batch_size(batch.part))
         if batch.state is not None:
@@ -155,7 +161,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         if batch.is_last:
             self.end_of_dataloader = True
             self.remainder = last_remainder(self)
-        self.tracker.position = self.position.after_batch(batches_per_step, batch.is_last)
+        self.tracker.seen += 1
+        self.tracker.is_over = batch.is_last
 
     def _builder(self) -> GlobalBatchBuilder:
         groups, split = self.plan.groups, self.split_batches

@@ -5,33 +5,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from functools import cache, partial
+from collections.abc import Iterator
+from functools import cache
 from itertools import islice
 from typing import Any
 
 from accelerate.base import RNGType
-from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, PassContext
+from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin
 from accelerate.data_loader.constant_batches import ConstantBatchShard
 from accelerate.data_loader.iterable_shard import IterableDatasetShard
 from accelerate.data_loader.joining import DatasetJoin
-from accelerate.data_loader.last_batch import PaddingRecord
 from accelerate.data_loader.late_start import make_resumed_loader
 from accelerate.data_loader.rank_aware import pads_like_torch
 from accelerate.data_loader.reading import (
     IteratorWrapper,
     LastMark,
-    choose_move,
+    OpenPass,
     open_batches,
     open_pass,
-    yield_batches,
+    read_pass,
 )
 from accelerate.data_loader.resume import keep_source_state, source_state
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, first_number, shard_of
 from accelerate.devices import upload_options
 from accelerate.ops import current_transport
 from accelerate.rng import synchronize_rng_states
-from accelerate.state import GradientState, closed_at_exit
+from accelerate.state import GradientState
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
@@ -78,27 +77,25 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self._non_blocking = _non_blocking
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return self.read_through(None)
+        return read_pass(self)
 
-    @closed_at_exit
-    def read_through(self, wrap: IteratorWrapper | None) -> Generator[Any, None, None]:
-        """Makes one pass over the batches of torch's iterator, which `wrap` may replace."""
-        if (late := make_resumed_loader(self)) is not None:
-            yield from late.read_through(wrap)
-            return
-        self._synchronize_generators()
-        with PassContext(self):
-            skipped = self.skip_batches + self.start.skip_source
-            number = first_number(self._index_sampler) + skipped
-            if self.plan.mode == "dataset_shards":
-                batches, mark, padding_record = self._open_dataset_shard(number)
-            else:
-                batches, mark, padding_record = open_pass(self, skipped, wrap)
-            choose = partial(choose_move, self.device, self._non_blocking)
-            yield from yield_batches(self, batches, mark, padding_record, number, choose)
+    def begin_pass(self) -> Any:
+        """Begins a pass, and returns the loader that makes it, which is this one or a late start of it."""
+        late = make_resumed_loader(self)
+        loader = self if late is None else late
+        loader._synchronize_generators()
+        return loader
 
-    def _open_dataset_shard(self, number: int) -> tuple[Iterator[Any], LastMark, PaddingRecord]:
-        """Starts a pass over a shard that the dataset makes, of a length that other ranks do not know."""
+    def open_pass(self, wrap: IteratorWrapper | None) -> OpenPass:
+        """Opens torch's iterator, which `wrap` may replace."""
+        skipped = self.skip_batches + self.start.skip_source
+        number = first_number(self._index_sampler) + skipped
+        if self.plan.mode == "dataset_shards":
+            return self._open_dataset_shard(number)
+        return open_pass(self, skipped, number, wrap)
+
+    def _open_dataset_shard(self, number: int) -> OpenPass:
+        """Opens a pass over a shard that the dataset makes, of a length that other ranks do not know."""
         kept = self.num_padding_batches if self.start.keeps_padding_source else 0
         stream = None if self.tracker.restored is None else self.start.position.stream
         ended = stream if stream is not None and stream.get("ended") else None
@@ -117,7 +114,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         mark = LastMark()
         capture = source_state(self)
         batches = join.take(source, mark, capture, self._keep_shard_state, number, padding_record, ended)
-        return batches, mark, padding_record
+        return OpenPass(batches, mark, padding_record, number)
 
     def _keep_shard_state(self, state: Any, ended: bool) -> None:
         if state is not None:  # may have been captured before the first batch was read
@@ -175,8 +172,8 @@ def wrapper_for_xla() -> type:
 
         def __iter__(self) -> Iterator[Any]:
             options = upload_options()
-            return self.dataloader.read_through(
-                lambda source: iter(MpDeviceLoader(source, self.target, **options))
+            return read_pass(
+                self.dataloader, lambda source: iter(MpDeviceLoader(source, self.target, **options))
             )
 
         def __len__(self) -> int:

@@ -32,16 +32,6 @@ class Position(NamedTuple):
     read_states: Mapping[str, Any] | None = None  # before the next batch was read; None if that draws nothing
     workers_epoch: int | None = None  # in which persistent workers had started before the pass
 
-    def after_batch(
-        self, consumed: int, is_last: bool, read_states: Any = None, ends_step: bool = True
-    ) -> Position:
-        """Returns the position after the next batch, which takes `consumed` batches of the dataset."""
-        epoch, seen, before, _, _, stream, used, start, _, workers = self
-        before += consumed
-        return Position(
-            epoch, seen + 1, before, is_last, ends_step, stream, used, start, read_states, workers
-        )
-
 
 @dataclass(frozen=True)
 class Restored:
@@ -66,15 +56,43 @@ class PassStart:
 
 @dataclass(eq=False)
 class Tracker:
-    """Current position of a loader and of all its late starts."""
+    """Current position of a loader and of all its late starts.
 
-    position: Position = Position()  # after the batch just yielded
+    A pass counts its batches here, and changes what else differs between two of them.
+    """
+
+    seen: int = 0  # as in `Position`
+    batches_per_step: int = 0  # how many batches of the dataset each batch takes, if all take equally many
+    consumed: int = 0  # as in `Position`, without these batches
+    is_over: bool = False  # as in `Position`
+    ends_step: bool = True  # as in `Position`
+    stream: Any = None  # as in `Position`
+    read_states: Mapping[str, Any] | None = None  # as in `Position`, set by a thread that may read ahead
+    begun: Position = Position()  # with the values that are equal in the whole pass
     restored: Restored | None = None  # None after the next pass has started
     num_restored: int = 0  # how often a checkpoint was loaded
     workers_epoch: int | None = None  # in which persistent workers started first; None before
     was_left_early: bool = False  # the latest pass ended before its last batch
     stream_may_be_over: bool = False  # the dataset has its state from the end of an epoch
-    read_states: Mapping[str, Any] | None = None  # of the next position, set by a thread that may read ahead
+
+    @property
+    def position(self) -> Position:
+        """The position after the batch just yielded."""
+        return self.begun._replace(
+            seen=self.seen,
+            consumed=self.consumed + (self.seen - self.begun.seen) * self.batches_per_step,
+            is_over=self.is_over,
+            ends_step=self.ends_step,
+            stream=self.stream,
+            read_states=self.read_states,
+        )
+
+    @position.setter
+    def position(self, position: Position) -> None:
+        self.begun = position
+        self.seen, self.consumed = position.seen, position.consumed
+        self.is_over, self.ends_step = position.is_over, position.ends_step
+        self.stream, self.read_states = position.stream, position.read_states
 
     def begin(self, loader: Any, start: Position) -> Callable[[], None]:
         """Begins a pass before anything is drawn for it.
@@ -83,7 +101,7 @@ class Tracker:
             A function to call when the order of the pass is drawn. It restores the random states of the
             checkpoint from which the pass resumes, if there is one.
         """
-        restored, self.restored, self.read_states = self.restored, None, None
+        restored, self.restored = self.restored, None
         states = None if restored is None else restored.position.start_states
         begun = start._replace(
             epoch=loader.iteration, is_over=False, ends_step=True, workers_epoch=self.workers_epoch
@@ -115,7 +133,7 @@ class Tracker:
 
     def end(self) -> None:
         """Ends a pass, after which the position is between two epochs."""
-        self.position, self.read_states = Position(), None
+        self.position = Position()
 
 
 def is_tracked(loader: Any) -> bool:

@@ -1,14 +1,15 @@
 """Reads the batches of a prepared loader through torch's iterator.
 
-The loaders open a pass with `open_pass` or `open_batches`, and `yield_batches` yields its batches, recognizes
-the last one, and moves each batch to the device.
+The loaders open a pass with `open_pass` or `open_batches`, and `read_pass` yields its batches, recognizes the
+last one, and moves each batch to the device.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from time import perf_counter_ns
@@ -37,9 +38,10 @@ from accelerate.data_loader.samplers import shard_of
 from accelerate.devices import of_device
 from accelerate.display import track
 from accelerate.nested import find_device, ignorant_find_batch_size, send_to_device
-from accelerate.state import Observers, run_observers, services
+from accelerate.state import closed_at_exit, run_observers, services
 
 _END = object()
+_UNKNOWN = object()
 T = TypeVar("T")
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 """Odd number without a pattern, so that the seeds of neighboring groups have no bits in common."""
@@ -68,87 +70,132 @@ class LastMark:
         self.is_last = False
 
 
-def yield_batches(
-    loader: Any,
-    batches: Iterator[Any],
-    mark: LastMark,
-    padding_record: PaddingRecord,
-    number: int,
-    choose: Callable[[Any], Callable[[Any], Any] | None] | None = None,
-) -> Iterator[Any]:
-    """Yields the batches of a pass, with the attributes of the loader set for each.
+@dataclass
+class OpenPass:
+    """Batches of a pass over a loader.
 
-    Args:
+    Attributes:
+        batches: The batches, on the device where they are read.
+        mark: The mark of the last one.
         padding_record: Counts of the batches with padding; it may grow during the pass.
         number: Number of the first batch.
-        choose: Returns from the first batch the function that moves batches to the device, as `choose_move`.
+        full: Number of rows of a full batch that no other process shares, by the first batch; None for
+            others.
     """
-    tracker, batches_per_step = loader.tracker, loader.plan.batches_per_step
-    is_unsharded = loader.plan.mode == "unsharded" and loader.plan != UNPREPARED
-    parts = padding_record if isinstance(padding_record, StepRecord) else None
+
+    batches: Iterator[Any]
+    mark: LastMark
+    padding_record: PaddingRecord
+    number: int
     full: int | None = None
-    move: Callable[[Any], Any] | None = None
-    observers, known = run_observers(), _END  # rows of the batch before
-    observers.pass_begun(loader)
-    try:
-        for batch in batches:
-            rows, is_last = ignorant_find_batch_size(batch), mark.is_last
-            if rows != known or is_last or padding_record:  # others are like the batch before
-                loader.batch_rows = rows
-                if is_unsharded and rows is not None:
-                    if full is None:
-                        full = full_rows(loader.nominal_rows, rows, is_only=is_last)
-                    loader.valid_counts = (rows,) if rows < full else None
-                elif padding_record:
-                    loader.valid_counts = in_samples(padding_record.get(number), loader, batch)
-                if known is _END:
-                    if loader.full_rows is None:
-                        loader.full_rows = rows
-                    if not is_last and loader.valid_counts is None and loader.has_fixed_batches:
-                        loader.rows_per_sample = rows_per_sample(rows, loader.nominal_rows)
-                    move = None if choose is None else choose(batch)
-                known = rows
-                if is_last:
-                    loader.end_of_dataloader = True
-                    loader.remainder = last_remainder(loader)
-            if parts is None:
-                position = tracker.position.after_batch(batches_per_step, is_last, tracker.read_states)
-            else:
-                part = loader.step_part = parts.part(number, loader.plan.group)
-                position = tracker.position.after_batch(
-                    part.batches, is_last, tracker.read_states, part.is_last
-                )
-            tracker.position = position
-            if move is not None:
-                batch = move(batch)
-            observers.batch_read(rows or 0)
-            loader.latest_batch, loader.read_at = batch, perf_counter_ns()
-            yield batch
+
+
+class PassContext:
+    """Context of a pass over a loader, which sets its epoch, makes it the active loader and counts the epoch.
+
+    It is a class because on Python 3.10 `contextmanager` keeps the frames of a pass that is left early, and
+    so its workers, until the next garbage collection.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __enter__(self) -> None:
+        self.epoch = self.loader._agree_on_epoch()
+        self.num_restored = self.loader.tracker.num_restored
+        self.loader.begin()
+
+    def __exit__(self, *error: object) -> None:
+        self.loader.end()
+        self.loader.iterator = None
+        if self.loader.tracker.num_restored == self.num_restored:  # otherwise it is at a checkpoint
+            self.loader._advance(self.epoch)
+        if self.loader.torchdata_resumes and not self.loader.persistent_workers:
+            self.loader.base_dataloader._iterator = None  # its workers end with the pass, not with the loader
+
+
+@closed_at_exit
+def read_pass(loader: Any, wrap: IteratorWrapper | None = None) -> Generator[Any, None, None]:
+    """Makes one pass over a loader, whose attributes are set for each batch.
+
+    Args:
+        loader: A loader with `begin_pass` and `open_pass`.
+        wrap: Function that replaces torch's iterator.
+    """
+    loader = loader.begin_pass()
+    with PassContext(loader):
+        opened: OpenPass = loader.open_pass(wrap)
+        mark, padding_record, number = opened.mark, opened.padding_record, opened.number
+        tracker = loader.tracker
+        is_divided = isinstance(padding_record, StepRecord)
+        tracker.batches_per_step = 0 if is_divided else loader.plan.batches_per_step
+        move: Callable[[Any], Any] | None = None
+        observers, known, samples = run_observers(), _UNKNOWN, 0
+        observers.pass_begun(loader)
+        try:
+            for batch in opened.batches:
+                rows = ignorant_find_batch_size(batch)
+                if rows != known or mark.is_last or padding_record:  # others are like the batch before
+                    if known is _UNKNOWN:
+                        move = choose_move(loader.device, loader._non_blocking, batch)
+                    describe_batch(loader, opened, number, batch, rows, is_first=known is _UNKNOWN)
+                    known, samples = _END if is_divided else rows, rows or 0
+                tracker.seen += 1
+                if move is not None:
+                    batch = move(batch)
+                observers.batch_read(samples)
+                loader.latest_batch = batch
+                loader.read_at = perf_counter_ns()
+                yield batch
+                loader.latest_batch = None
+                observers.before_read(loader)
+                number += 1
+        finally:
             loader.latest_batch = None
-            observers.before_read(loader)
-            number += 1
-    finally:
-        loader.latest_batch = None
-        observers.pass_ended(loader)
+            observers.pass_ended(loader)
 
 
-def end_use(loader: Any, observers: Observers) -> None:
-    """Ends the use of a batch of a loader that is read ahead, before the next one is read."""
-    observers.before_read(loader)
+def describe_batch(
+    loader: Any, opened: OpenPass, number: int, batch: Any, rows: int | None, *, is_first: bool
+) -> None:
+    """Sets the attributes of a loader that describe a batch, if they may differ from those before."""
+    plan, record, is_last = loader.plan, opened.padding_record, opened.mark.is_last
+    loader.batch_rows = rows
+    if plan.mode == "unsharded" and plan != UNPREPARED and rows is not None:
+        if opened.full is None:
+            opened.full = full_rows(loader.nominal_rows, rows, is_only=is_last)
+        loader.valid_counts = (rows,) if rows < opened.full else None
+    elif record:
+        loader.valid_counts = in_samples(record.get(number), loader, batch)
+    if isinstance(record, StepRecord):
+        part = loader.step_part = record.part(number, plan.group)
+        loader.tracker.consumed += part.batches
+        loader.tracker.ends_step = part.is_last
+    if is_first:
+        set_rows(loader, rows, is_only=is_last)
+    if is_last:
+        loader.end_of_dataloader = loader.tracker.is_over = True
+        loader.remainder = last_remainder(loader)
+
+
+def set_rows(loader: Any, rows: int | None, *, is_only: bool) -> None:
+    """Sets the attributes that describe the rows of all batches, by the first one."""
+    if loader.full_rows is None:
+        loader.full_rows = rows
+    if not is_only and loader.valid_counts is None and loader.has_fixed_batches:
+        loader.rows_per_sample = rows_per_sample(rows, loader.nominal_rows)
 
 
 # Opening a pass
 
 
-def open_pass(
-    loader: Any, skip: int, wrap: IteratorWrapper | None = None
-) -> tuple[Iterator[Any], LastMark, PaddingRecord]:
-    """Starts a pass, and returns its batches, the mark of the last one, and the record of their padding."""
+def open_pass(loader: Any, skip: int, number: int, wrap: IteratorWrapper | None = None) -> OpenPass:
+    """Opens a pass whose first batch has a number, and whose last batch is marked."""
     mark = LastMark()
     source, is_marked, padding_record = open_batches(loader, skip, mark=None if wrap else mark)
     if not is_marked:
         source = mark_last(loader, source if wrap is None else wrap(source), mark)
-    return source, mark, padding_record
+    return OpenPass(source, mark, padding_record, number)
 
 
 def open_batches(

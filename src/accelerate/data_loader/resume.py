@@ -271,7 +271,7 @@ def keep_source_state(loader: Any, state: Any) -> None:
         loader.dl_state_dict = state
         loader.adjust_state_dict_for_prefetch()
     else:
-        loader.tracker.position = loader.position._replace(stream=state)
+        loader.tracker.stream = state
 
 
 def restore_stream(loader: Any) -> None:

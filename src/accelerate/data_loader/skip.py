@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -10,12 +10,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import torch_private
 from accelerate.base import wrong_value
-from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, PassContext, kept_settings
+from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, kept_settings
 from accelerate.data_loader.late_start import reorder, skip_prepared
 from accelerate.data_loader.position import is_tracked
-from accelerate.data_loader.reading import open_pass, read_past, yield_batches
+from accelerate.data_loader.reading import OpenPass, open_pass, read_pass, read_past
 from accelerate.data_loader.samplers import SkipBatchSampler
-from accelerate.state import GradientState, closed_at_exit
+from accelerate.state import GradientState
 
 Loader = TypeVar("Loader", bound=DataLoader[Any])
 
@@ -80,13 +80,15 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         sizes: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         return cls(loader.dataset, skip_batches, **sizes, **kept_settings(loader))
 
-    @closed_at_exit
-    def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]
-        with PassContext(self):
-            batches, mark, padding_record = open_pass(self, 0)
-            restored = torch_private.count_yielded(self.base_dataloader) if self.torchdata_resumes else 0
-            rest = read_past(batches, max(self.skip_batches - restored, 0))
-            yield from yield_batches(self, rest, mark, padding_record, self.skip_batches)
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return read_pass(self)
+
+    def open_pass(self, wrap: None) -> OpenPass:
+        """Opens torch's iterator, and reads past the first batches."""
+        opened = open_pass(self, 0, self.skip_batches)
+        restored = torch_private.count_yielded(self.base_dataloader) if self.torchdata_resumes else 0
+        opened.batches = read_past(opened.batches, max(self.skip_batches - restored, 0))
+        return opened
 
     @property
     def total_batch_size(self) -> int | None:

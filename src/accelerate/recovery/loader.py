@@ -21,7 +21,6 @@ from accelerate.data_loader import (
     Position,
     StepPlan,
     data_groups,
-    end_use,
     skip_before_sharding,
     skip_first_batches,
 )
@@ -83,6 +82,11 @@ class RecoveryLoader(DataLoaderStateMixin):
     def __len__(self) -> int:
         return len(self.shards[0])
 
+    @property
+    def seen(self) -> int:
+        """Number of micro-batches before the current step in the current pass."""
+        return self.position.seen
+
     def __iter__(self) -> Iterator[Any]:
         return self._read_steps() if self._recovery.is_training else self._read_evaluation()
 
@@ -130,7 +134,7 @@ class RecoveryLoader(DataLoaderStateMixin):
                         loss_scale=self._loss_scale(plan, source == members),
                     )
                     yield batch
-                    end_use(self, observers)
+                    observers.before_read(self)
                 self._recovery.check_step()
                 if self.position == before:  # the step was not committed, and is repeated
                     step_clock.add_recovery("lost", time.perf_counter() - began)

@@ -83,4 +83,4 @@ class DrivingLoader:
 
 def _position(loader: Any) -> tuple[Any, Any]:
     """Returns the pass of a loader and the number of batches that it has delivered in it."""
-    return getattr(loader, "iteration", None), getattr(getattr(loader, "position", None), "seen", None)
+    return getattr(loader, "iteration", None), getattr(loader, "seen", None)
