@@ -83,8 +83,8 @@ class MultiProcessAdapter(_LoggerAdapter):
 
 def _rank() -> int:
     """Returns the rank of this process, from the environment before there is a state."""
-    if PartialState._shared_state:
-        return PartialState().process_index
+    if state := PartialState._shared_state:
+        return int(state["process_index"])
     return get_cpu_distributed_information().rank
 
 

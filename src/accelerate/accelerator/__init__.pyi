@@ -12,7 +12,7 @@ from accelerate.accelerator import (
     state_items as state_items,
     weight_stream as weight_stream,
 )
-from accelerate.accelerator.accumulation import Accumulation as Accumulation, drop_gradients as drop_gradients
+from accelerate.accelerator.accumulation import Accumulation as Accumulation
 from accelerate.accelerator.arguments import _UNSET as _split_batches, build_request as build_request
 from accelerate.accelerator.core import Accelerator as Accelerator
 from accelerate.accelerator.loss_options import check_loss as check_loss

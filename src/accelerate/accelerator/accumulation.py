@@ -7,7 +7,7 @@ from one optimizer step to the next.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -355,7 +355,7 @@ class Accumulation:
         self.weighting = None
         if not self.strategy.holds_gradients:
             return
-        drop_gradients(self.prepared.models)
+        self.strategy.drop_gradients(self.prepared.models)
         for optimizer in self.prepared.optimizers:
             optimizer.held = None
             optimizer.gradients_unscaled = False
@@ -413,14 +413,6 @@ def sync_context(
     for model in models:
         contexts.enter_context(context_of(model))
     return contexts
-
-
-def drop_gradients(models: Iterable[nn.Module]) -> None:
-    """Removes the gradients of models."""
-    for model in models:
-        torch_private.drop_unreduced_gradients(model)
-        for parameter in model.parameters():
-            parameter.grad = None
 
 
 # Observers of a backward pass, which the step clock records

@@ -28,7 +28,6 @@ from accelerate.base import (
     environ,
     progress_bar,
     refuse_path,
-    size_of,
 )
 from accelerate.launch import NewestCheckpoint
 from accelerate.logging import get_logger
@@ -93,11 +92,8 @@ class RunCheckpoints:
         except BaseException:  # an interrupt: no rank may wait for this save
             saver.discard()
             raise
-        with progress_bar(
-            f"Saving {request.target.name}", written=lambda: size_of(staging.folder.rglob("*"))
-        ):
-            is_blocking = not project.async_save if blocking is None else blocking
-            checkpoints.write(saver, payloads, blocking=is_blocking)
+        is_blocking = not project.async_save if blocking is None else blocking
+        checkpoints.write(saver, payloads, blocking=is_blocking)
         return request.target
 
     def wait(self) -> None:
@@ -117,7 +113,7 @@ class RunCheckpoints:
         """Loads the state of the run."""
         runtime, began = self._runtime, time.perf_counter()
         checkpointing.loading.check_policy(world_size_policy)
-        runtime.groups.check_load()
+        runtime.observers.before_load_state()
         runtime.checkpoints.background.wait()
         model_kwargs = dict(load_model_func_kwargs)
         device = checkpointing.read_device(model_kwargs.pop("map_location", None))

@@ -7,7 +7,6 @@ the background. `generations.py` finds and collects the newest complete one afte
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -170,8 +169,7 @@ class GenerationSaver(Saver):
         folder = StagingFolder(request.target, nodes.own_staging / name)
         folder.folder.mkdir(parents=True, exist_ok=True)
         self._created = folder if nodes.is_owner else None
-        save_id = manifest.checksum_of(os.fsencode(f"{nodes.staging[0]}/{name}"))
-        self.staging = Staging(folder, nodes.is_owner, request, save_id)
+        self.staging = Staging(folder, nodes.is_owner, request, f"{nodes.staging[0]}/{name}")
 
     @property
     def _state(self) -> str:

@@ -257,8 +257,10 @@ class OptimizerPart(Part):
 
     def collect(self, writes_common: bool = True) -> list[Payload]:
         owner = self.owner if self.gather is None else self.gather()
-        write = partial(write_state, compatibility.class_name(owner))
-        return [Payload(self.name, owner.state_dict(), write)] if writes_common else []
+        return [Payload(self.name, owner.state_dict(), self._write)] if writes_common else []
+
+    def _write(self, content: object, path: Path) -> None:
+        write_state(compatibility.class_name(self.owner), content, path)
 
     def read(self, reader: CheckpointReader) -> Change:
         kind = compatibility.class_name(self.owner)

@@ -84,7 +84,7 @@ class Staging:
     staging_folder: StagingFolder
     is_owner: bool  # this rank creates the folder, and commits or removes it
     request: Request
-    save_id: str  # the same on all ranks
+    name: str  # the same on all ranks, and different for each save
     is_common: bool = True  # the files of all ranks are read together
     began: float = field(default_factory=time.perf_counter)
 
@@ -134,20 +134,20 @@ class Saver:
         request = _with_number(request, offer["iteration"])
         target = absolute_path(request.target)
         common = _staging_folder(target, offer)
-        save_id = checksum_of(os.fsencode(common.folder.name))  # the name has that of the host
+        name = common.folder.name  # which has that of the host
         sees_it = offer["target"] == str(target) and common.folder.is_dir()
         place = "" if sees_it else f"{socket.gethostname()}:{target}"
         owners = self._consensus.decide(request.operation, place, _owners, request.timeout)
         if not owners:
-            return Staging(common, self._consensus.rank == 0, request, save_id)
+            return Staging(common, self._consensus.rank == 0, request, name)
         # Some ranks do not see the folder of rank 0: one rank for each of their folders creates it.
         is_owner = owners.get(place) == self._consensus.rank
         own = self._create(lambda given: given, request) if is_owner else {}
         offers = self._consensus.decide(request.operation, own, _all_offers, request.timeout)
         if sees_it:
-            return Staging(common, self._consensus.rank == 0, request, save_id)
+            return Staging(common, self._consensus.rank == 0, request, name)
         staging = _staging_folder(target, offers[owners[place]])
-        return Staging(staging, is_owner, request, save_id, is_common=False)
+        return Staging(staging, is_owner, request, name, is_common=False)
 
     def _create(self, choose: Callable[[Request], Request], request: Request) -> dict[str, Any]:
         """Creates a staging folder and returns its description for the other ranks, or the error."""
@@ -344,7 +344,7 @@ class Saver:
             created=created,
             software=f"accelerate {version('accelerate')}",
             torch=torch.__version__,
-            run={**request.run, SAVE: self.staging.save_id, **several},
+            run={**request.run, SAVE: checksum_of(os.fsencode(self.staging.name)), **several},
         ).write(folder)
 
     def _record(self, event: str, blocked: float | None, size: int = 0, text: str = "") -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from accelerate.base import progress_bar, size_of
 from accelerate.checkpointing.parts import Payload
 from accelerate.checkpointing.saving import Request, Saver
 from accelerate.devices import of_device
@@ -197,8 +198,11 @@ class Checkpoints:
             logger.warning_once("This run has no store to agree over in the background: saves block.")
             blocking = True
         if blocking:
-            saver.write(payloads)
-            saver.commit()
+            folder = saver.staging.folder
+            task = f"Saving {saver.staging.request.target.name}"
+            with progress_bar(task, written=lambda: size_of(folder.rglob("*"))):
+                saver.write(payloads)
+                saver.commit()
             return
         self.background.start(saver.stage(payloads, self._memory))
 

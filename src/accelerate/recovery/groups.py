@@ -75,9 +75,6 @@ class ReplicaGroups:
     def check_use(self, name: str, value: object) -> None:
         """Raises an error for an option or a method that does not work with the groups now."""
 
-    def check_load(self) -> None:
-        """Raises an error if this group has taken steps."""
-
     def held_by_all(self, names: list[str]) -> list[str]:
         """Returns the names that all groups pass."""
         return names

@@ -238,7 +238,7 @@ class Recovery(ReplicaGroups):
             membership.decline()
             time.sleep(PAUSE)
 
-    def check_load(self) -> None:
+    def before_load_state(self) -> None:
         """Raises an error if this replica group has taken steps, whose passes are over in all groups."""
         if self._has_committed:
             raise StateError(

@@ -280,6 +280,7 @@ class Observers:
         after_load: Called without arguments after an optimizer has loaded a state dict.
         prepared: Called without arguments after objects were prepared.
         before_save: Called without arguments before the state of the run is saved.
+        before_load_state: Called without arguments before the state of the run is loaded.
         loaded: Called with the number of optimizer steps after the state of the run was loaded.
         awaited: Called without arguments where the run waits for saves in the background.
         ended: Called without arguments at the end of training, before the process group is closed.
@@ -302,6 +303,7 @@ class Observers:
     after_load: Notify = staticmethod(do_nothing)
     prepared: Notify = staticmethod(do_nothing)
     before_save: Notify = staticmethod(do_nothing)
+    before_load_state: Notify = staticmethod(do_nothing)
     loaded: Notify = staticmethod(do_nothing)
     awaited: Notify = staticmethod(do_nothing)
     ended: Notify = staticmethod(do_nothing)

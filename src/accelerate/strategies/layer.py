@@ -176,6 +176,9 @@ class Layer:
         """
         return None
 
+    def drop_gradients(self, model: nn.Module) -> None:
+        """Removes the gradients of a model that are not in its parameters yet."""
+
     def backward_done(self) -> None:
         """Completes the gradients after the last backward pass before a step."""
 

@@ -238,6 +238,9 @@ class ShardedModels(Layer):
         meshes = [each.loader_mesh for each in models] if self.context.mesh is None else []
         return max(meshes, key=lambda mesh: int(mesh.size(1)), default=self.context.mesh)
 
+    def drop_gradients(self, model: nn.Module) -> None:
+        torch_private.drop_unreduced_gradients(model)
+
     def backward_done(self) -> None:
         for adopted in self.models.values():
             adopted.average_gradients()

@@ -11,7 +11,6 @@ import torch
 from accelerate.accelerator import (
     Accelerator,
     ItemWeighting,
-    drop_gradients,
     factor_of,
     read_items,
     rescale_gradients,
@@ -84,8 +83,6 @@ def test_shared_and_sparse_parameters_are_rescaled_once() -> None:
     rescale_gradients([model, linear], 0.5)
     assert torch.equal(embedding.weight.grad.to_dense(), sparse / 2)
     assert torch.equal(linear.weight.grad, dense / 2)
-    drop_gradients([model])
-    assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_model_without_gradients_is_unchanged() -> None:

@@ -29,9 +29,9 @@ def new_recovery(**attributes: Any) -> Recovery:
 
 
 def test_a_state_is_not_loaded_after_a_step() -> None:
-    new_recovery(_has_committed=False).check_load()
+    new_recovery(_has_committed=False).before_load_state()
     with pytest.raises(StateError, match="before the first step"):
-        new_recovery(_has_committed=True).check_load()
+        new_recovery(_has_committed=True).before_load_state()
 
 
 def test_a_step_without_backward_of_the_accelerator_is_refused() -> None:
