@@ -25,11 +25,9 @@ from accelerate.base import (
     ConfigurationError,
     as_builtin,
     describe,
-    environ,
     progress_bar,
     refuse_path,
 )
-from accelerate.launch import NewestCheckpoint
 from accelerate.logging import get_logger
 from accelerate.monitoring import SAVING, Checkpoint
 from accelerate.state import run_records, step_clock
@@ -284,7 +282,7 @@ class RunCheckpoints:
         run_records.append(
             Checkpoint(time=time.time(), event="loaded", path=folder, step=step, seconds=seconds)
         )
-        NewestCheckpoint(folder, step).write(environ.current())
+        runtime.observers.checkpointed(folder, step)
         for model, order in zip(runtime.prepared.models, progress.gradient_order, strict=False):
             if runtime.prepared.optimizers and not source.resized:
                 runtime.strategy.state.adopt_gradient_order(model, order)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,7 @@ from accelerate import accelerator, checkpointing, diagnostics, plugins, recover
 from accelerate.accelerator import recording
 from accelerate.accelerator.accumulation import GradientExchanges, StepValues
 from accelerate.base import environ, wrong_value
+from accelerate.launch import FOLDER_VARIABLE, CheckpointReports
 from accelerate.logging import get_logger
 from accelerate.recovery import ReplicaGroups
 from accelerate.state import (
@@ -165,6 +167,8 @@ def _observe(strategy: strategies.Strategy, gradients: GradientState, state: Acc
     observers.put(StepValues())
     if state.num_processes > 1 and strategy.holds_gradients:
         observers.put(GradientExchanges(gradients))
+    if folder := environ.current().get(FOLDER_VARIABLE):
+        observers.put(CheckpointReports(Path(folder)))
     return observers
 
 

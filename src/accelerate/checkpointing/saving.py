@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate.base import CheckpointError, describe, environ, expect, for_threads, is_shown, sync_folder
+from accelerate.base import CheckpointError, describe, expect, for_threads, is_shown, sync_folder
 from accelerate.checkpointing import retention
 from accelerate.checkpointing.changes import describe_failure
 from accelerate.checkpointing.folder import (
@@ -44,11 +44,10 @@ from accelerate.checkpointing.manifest import (
     seal,
 )
 from accelerate.checkpointing.parts import Payload
-from accelerate.launch import NewestCheckpoint
 from accelerate.logging import get_logger
 from accelerate.monitoring import Checkpoint
 from accelerate.nested import iterate_tensors
-from accelerate.state import Consensus, run_records
+from accelerate.state import Consensus, run_observers, run_records
 
 if TYPE_CHECKING:
     from accelerate.checkpointing.staging import StagingMemory
@@ -363,7 +362,7 @@ class Saver:
         if request.has_manifest:
             run_records.append(record)
         if event == "committed":
-            NewestCheckpoint(record.path, record.step).write(environ.current())
+            run_observers().checkpointed(record.path, record.step)
 
 
 # Decisions

@@ -11,6 +11,7 @@ from accelerate.launch.failures import (
     FOLDER_VARIABLE as FOLDER_VARIABLE,
     HANG as HANG,
     HANG_KIND as HANG_KIND,
+    CheckpointReports as CheckpointReports,
     Failure as Failure,
     Kind as Kind,
     NewestCheckpoint as NewestCheckpoint,

@@ -113,11 +113,8 @@ class NewestCheckpoint(NamedTuple):
     path: str
     step: int
 
-    def write(self, environ: Mapping[str, str]) -> None:
-        """Writes it to the folder of the launcher, if there is one."""
-        folder = environ.get(FOLDER_VARIABLE)
-        if not folder:
-            return
+    def write(self, folder: Path) -> None:
+        """Writes it to the folder of the launcher."""
         partial = Path(folder, f"{NEWEST_CHECKPOINT}.{os.getpid()}")
         with suppress(OSError):  # the launcher has ended, and its folder is gone
             partial.write_text(json.dumps(self), encoding="utf-8")
@@ -127,6 +124,17 @@ class NewestCheckpoint(NamedTuple):
     def read(cls, folder: Path) -> NewestCheckpoint | None:
         path = folder / NEWEST_CHECKPOINT
         return cls(*json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+@dataclass(frozen=True)
+class CheckpointReports:
+    """Observer of a launched run that writes its newest checkpoint to the folder of the launcher."""
+
+    folder: Path
+
+    def checkpointed(self, path: str, step: int) -> None:
+        """Writes a checkpoint that was committed or loaded."""
+        NewestCheckpoint(path, step).write(self.folder)
 
 
 @dataclass(frozen=True)

@@ -281,6 +281,8 @@ class Observers:
         prepared: Called without arguments after objects were prepared.
         before_save: Called without arguments before the state of the run is saved.
         before_load_state: Called without arguments before the state of the run is loaded.
+        checkpointed: Called with the folder and the number of optimizer steps of a checkpoint, after it was
+            committed, in the thread that has saved it, or loaded.
         loaded: Called with the number of optimizer steps after the state of the run was loaded.
         awaited: Called without arguments where the run waits for saves in the background.
         ended: Called without arguments at the end of training, before the process group is closed.
@@ -304,6 +306,7 @@ class Observers:
     prepared: Notify = staticmethod(do_nothing)
     before_save: Notify = staticmethod(do_nothing)
     before_load_state: Notify = staticmethod(do_nothing)
+    checkpointed: Notify = staticmethod(do_nothing)
     loaded: Notify = staticmethod(do_nothing)
     awaited: Notify = staticmethod(do_nothing)
     ended: Notify = staticmethod(do_nothing)

@@ -31,7 +31,7 @@ def test_a_rank_that_was_killed_comes_before_one_that_lost_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_failure(tmp_path, 0, RuntimeError("[gloo/pair.cc:537] Connection reset by peer"), 50)
-    NewestCheckpoint("runs/checkpoint_2", 45).write({FOLDER_VARIABLE: str(tmp_path)})
+    NewestCheckpoint("runs/checkpoint_2", 45).write(tmp_path)
     first = Attempts(tmp_path).end(KILLED, 3)
     assert first is not None
     assert first.rank == 1
