@@ -135,6 +135,6 @@ def size_of(paths: Iterable[Path]) -> int:
 
 
 def is_visible() -> bool:
-    """Returns whether this process is rank 0 and has a terminal."""
-    is_main = environ.current().get("RANK", "0") == "0"
-    return is_main and sys.stderr is not None and sys.stderr.isatty()
+    """Returns whether this process has a terminal and is rank 0."""
+    has_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return has_terminal and environ.current().get("RANK", "0") == "0"
