@@ -39,13 +39,15 @@ def flat_call(
 ) -> tuple[Callable[..., Any], list[Any]]:
     """Returns a function of the leaves of arguments in its place, and the leaves for this call.
 
-    `torch.utils.checkpoint` restores generators of the devices of positional tensors only. The leaves are
-    those of now if a list or dict among the arguments changes later.
+    `torch.utils.checkpoint` restores generators of the devices of positional tensors only. The first call
+    gets the lists and dicts among the arguments, to which the function may add values for its caller. Later
+    ones get new ones with the leaves of now, as those of the caller change meanwhile.
     """
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    waiting: list[Any] = [(args, kwargs)]
 
     def call(*leaves: Any) -> Any:
-        args, kwargs = pytree.tree_unflatten(list(leaves), structure)
+        args, kwargs = waiting.pop() if waiting else pytree.tree_unflatten(list(leaves), structure)
         return function(*args, **kwargs)
 
     return call, leaves

@@ -655,38 +655,47 @@ def test_parameters_of_one_call_are_refused() -> None:
 
 
 class Summing(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, adds: bool) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear, self.adds = nn.Linear(WIDTH, WIDTH), adds
 
-    def forward(self, earlier: list[Tensor]) -> Tensor:
+    def forward(self, earlier: list[Tensor], *, found: dict[str, Tensor]) -> Tensor:
         out: Tensor = self.linear(torch.stack(earlier).sum(0)).tanh()
+        found["penalty"] = found.get("penalty", 0.0) + out.abs().mean()
+        if self.adds:
+            earlier.append(out)
         return out
 
 
 class Dense(nn.Module):
-    """Model whose blocks get a list of all earlier outputs, which grows after each block."""
+    """Model whose blocks get a list of all outputs, to which the model or the block adds another one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, adds: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Summing() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Summing(adds=not adds) for _ in range(LAYERS))
+        self.adds = adds
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs = [x]
+        outputs, found = [x], dict[str, Tensor]()
         for layer in self.layers:
-            outputs.append(layer(outputs))
-        return outputs[-1]
+            out = layer(outputs, found=found)
+            if self.adds:
+                outputs.append(out)
+        assert len(outputs) == 1 + LAYERS
+        return outputs[-1].square().sum() + found["penalty"]
 
 
-def test_a_list_of_inputs_may_grow_after_a_block() -> None:
+@pytest.mark.parametrize("adds", [False, True])
+def test_lists_and_dicts_of_inputs_may_grow(adds: bool) -> None:
     found = []
     for recomputes in (False, True):
         torch.manual_seed(0)
-        model, batch = Dense(), torch.randn(LENGTH, WIDTH)
+        model, batch = Dense(adds=adds), torch.randn(LENGTH, WIDTH)
         if recomputes:
             recompute(model, model.layers)
-        model(batch).square().sum().backward()
-        found.append([parameter.grad for parameter in model.parameters()])
+        loss = model(batch)
+        loss.backward()
+        found.append([loss, *(parameter.grad for parameter in model.parameters())])
     torch.testing.assert_close(*found)
 
 
