@@ -141,9 +141,12 @@ def train_adapter(config: dict[str, int] | None, adapter: dict[str, Any]) -> Any
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    ties = adapter.pop("ties", False)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=ties)
+    )
     targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
-    lora = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, **adapter)
+    lora = peft.LoraConfig(**{"r": 2, "target_modules": targets, "init_lora_weights": False, **adapter})
     model = peft.get_peft_model(model, lora)
     options = {} if config is None else {"parallelism_config": ParallelismConfig(**config)}
     accelerator = Accelerator(cpu=True, **options)
@@ -163,12 +166,25 @@ def train_adapter(config: dict[str, int] | None, adapter: dict[str, Any]) -> Any
     return losses, {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
 
 
-def test_adapters_are_sharded_with_their_layers(run: Run) -> None:
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {},
+        {"target_modules": ["q_proj", "lm_head"], "ties": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+    ids=["layers", "tied_head", "trained_head"],
+)
+def test_adapters_are_sharded_with_their_layers(run: Run, adapter: dict[str, Any]) -> None:
     pytest.importorskip("peft")
-    ((losses, state),) = run(train_adapter, None, {}, processes=1)
-    for found, weights in run(train_adapter, {"tp_size": 2}, {}, processes=2):
+    ((losses, state),) = run(train_adapter, None, adapter, processes=1)
+    for found, weights in run(train_adapter, {"tp_size": 2}, adapter, processes=2):
         assert found == pytest.approx(losses, rel=1e-5)
         for name, value in weights.items():
             torch.testing.assert_close(value, state[name], msg=name)
+
+
+def test_an_adapter_that_cannot_be_sharded_is_refused(run: Run) -> None:
+    pytest.importorskip("peft")
     for refused in run(train_adapter, {"tp_size": 2}, {"use_dora": True}, processes=2):
         assert "has an adapter that cannot be sharded" in refused

@@ -29,6 +29,8 @@ REPLICATED = "replicate"
 """Style of modules that are replicated on each rank."""
 SHARDED_IN_ROWS = ("colwise", "colwise_rep", "colwise_gather_output", "embedding_rowwise")
 """Styles that shard the first dimension of a weight. Only modules of these styles may be tied."""
+BASE, ORIGINAL = "base_layer", "original_module"
+"""Names by which the layers of peft have the layer that they adapt or copy."""
 
 
 class TensorAxis(Layer):
@@ -186,16 +188,24 @@ def _prefix_of_base(model: nn.Module) -> str:
 def _parts_of(module: nn.Module, name: str, style: Any) -> Iterator[tuple[str, Any]]:
     """Yields the modules to shard in a module of a plan, which is one itself unless it has an adapter.
 
-    The weight of a LoRA adapter that has the sharded dimension of the layer is sharded like it.
+    The weight of a LoRA adapter that has the sharded dimension of the layer is sharded like it, and so are the
+    copies that peft trains.
     """
-    if not hasattr(module, "base_layer"):
+    parts = dict(module.named_children())
+    if ORIGINAL in parts and "modules_to_save" in parts:
+        yield f"{name}.{ORIGINAL}", style
+        yield from (
+            (f"{name}.modules_to_save.{key}", style) for key, _ in parts["modules_to_save"].named_children()
+        )
+        return
+    if BASE not in parts:
         yield name, style
         return
     adapter = {"colwise": "lora_B", "rowwise": "lora_A"}.get(str(style).partition("_")[0], "")
-    yield f"{name}.base_layer", style
+    yield f"{name}.{BASE}", style
     for key in getattr(module, adapter, ()):
         yield f"{name}.{adapter}.{key}", style
-    known = ("base_layer", "lora_A", "lora_B")
+    known = (BASE, "lora_A", "lora_B")
     others = [key for key, _ in module.named_parameters() if key.partition(".")[0] not in known]
     if others or not adapter:
         raise PreparationError(
@@ -214,7 +224,9 @@ def _tied_outside(model: nn.Module, matched: Mapping[str, Any]) -> list[str]:
     """Returns the matched modules that are tied to a module that cannot be sharded in the same way."""
     replicated: set[str] = set()
     for names in find_tied_parameters(model):
-        owners = {name.rpartition(".")[0] for name in names}
+        owners = {
+            name.rpartition(".")[0].removesuffix(f".{BASE}").removesuffix(f".{ORIGINAL}") for name in names
+        }
         # All owners of a tied parameter have to be sharded in the same way, along their rows.
         if any(matched.get(owner) not in SHARDED_IN_ROWS for owner in owners):
             replicated |= owners
