@@ -561,6 +561,33 @@ def test_a_context_may_be_as_long_as_the_part_of_a_rank(run: Run) -> None:
     assert max(run(attend_to_contexts)) < 1e-5
 
 
+class Scoring(Reader):
+    """Returns the log-probabilities of tokens beside its loss."""
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> Any:
+        loss, guesses = super().forward(tokens, positions, labels)
+        return loss, guesses.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+
+
+def train_by_scores() -> float:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="torch"))
+    set_seed(0)
+    model, batch = Scoring(), batch_of("own uneven", 0)
+    models = [model, accelerator.prepare(copy.deepcopy(model))]
+    mask = (batch["tokens"] % 3 == 0).float()
+    for each in models:
+        loss, scores = each(**batch)
+        accelerator.backward(loss + (scores * mask).sum() / mask.sum())
+    pairs = zip(*(each.parameters() for each in models), strict=True)
+    return max(float((a.grad - b.grad).abs().max()) for a, b in pairs)
+
+
+def test_a_loss_depends_on_numbers_for_each_position(run: Run) -> None:
+    assert max(run(train_by_scores)) < 1e-5
+
+
 # Errors
 
 
@@ -706,6 +733,11 @@ def _of_gradients(accelerator: Accelerator) -> None:
     torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
 
 
+def _of_logits_beside_a_loss(accelerator: Accelerator) -> None:
+    loss, guesses = _call(accelerator, Reader(), batch_of("own", 0))
+    accelerator.backward(loss + guesses.logsumexp(-1).mean())
+
+
 def _features(accelerator: Accelerator) -> None:
     model, batch = accelerator.prepare(Scaling()), batch_of("own", 0)
     batch["labels"] = torch.arange(ROWS * 20.0).view(ROWS, 20)  # as many as there are positions below
@@ -755,6 +787,7 @@ MISTAKES: dict[str, tuple[Callable[[Accelerator], Any], str]] = {
     "other lengths": (_of_length, "have different batches"),
     "beyond the table": (_beyond_the_table, "index out of range"),
     "gradients": (_of_gradients, "create_graph=True"),
+    "logits beside a loss": (_of_logits_beside_a_loss, "beside its own loss"),
     "features": (_features, "computes other outputs"),
     "short": (_short, "sequences of 1 positions"),
     "lengths": (_buffers, "different lengths"),

@@ -226,15 +226,20 @@ class _Forwards:
         state.set(before)
         if forward is None or outputs is None:
             return None
-        outputs = without_cache(outputs)
+        outputs, untrained = without_cache(outputs), OutputDims()
         losses = list(filter(_is_loss, iterate_tensors(outputs))) if torch.is_grad_enabled() else []
         if dims is not None and losses:
             self._check_losses(model, losses, forward.shards)
             state.latest = LatestSequences(perf_counter_ns(), forward.shards)
-            dims = None
+            dims, untrained = _beside_loss(list(iterate_tensors(outputs)), dims, forward.shards)
         if dims is not None:
             outputs = join_outputs(outputs, dims, forward.shards)
-        return recursively_apply(lambda leaf: resumed_in_backward(leaf, forward), outputs)
+        outputs = recursively_apply(lambda leaf: resumed_in_backward(leaf, forward), outputs)
+        for leaf, dim in zip(iterate_tensors(outputs), untrained, strict=False):
+            if dim is not None and leaf.requires_grad:
+                refuse = partial(_refuse_gradient, type(model).__name__, forward.shards.ranks)
+                leaf.register_hook(refuse)  # type: ignore[no-untyped-call]
+        return outputs
 
     def _check_losses(self, model: nn.Module, losses: list[Tensor], shards: SequenceShards) -> None:
         """Raises an error if the first losses to train are those of the positions of each rank.
@@ -282,6 +287,38 @@ def _is_traced(inputs: Inputs) -> bool:
 
 def _is_loss(tensor: Tensor) -> bool:
     return tensor.ndim == 0 and tensor.requires_grad
+
+
+def _beside_loss(
+    leaves: list[Tensor], dims: OutputDims, shards: SequenceShards
+) -> tuple[OutputDims, OutputDims]:
+    """Returns the dimensions of positions of outputs beside a loss to join, and of those that stay shards.
+
+    Numbers for each position, such as log-probabilities, are joined. Outputs with features, such as logits,
+    stay shards, which saves the memory of whole ones.
+
+    Args:
+        leaves: All tensors of the outputs.
+        dims: Dimensions of positions in an evaluation, which may have other outputs.
+        shards: The shards.
+    """
+    if len(leaves) != len(dims):
+        return [None] * len(leaves), [_dim_of_shard(leaf, shards) for leaf in leaves]
+    pairs = list(zip(leaves, dims, strict=True))
+    return [d if leaf.ndim == 2 else None for leaf, d in pairs], [
+        d if leaf.ndim > 2 else None for leaf, d in pairs
+    ]
+
+
+def _refuse_gradient(name: str, ranks: SequenceRanks, gradient: Tensor | None) -> None:
+    """Raises an error if a loss that the program computes depends on an output of the positions of a rank."""
+    if gradient is not None:
+        raise ConfigurationError(
+            f"A loss depends on an output of {name} of shape {list(gradient.shape)} beside its own loss. The "
+            f"output has the positions of this rank of {ranks.sizes}, whose sum or mean is not that of whole "
+            "sequences. Call the model without labels, so that outputs are whole, and compute all losses "
+            "from them, or return numbers for each position, of shape [batch, sequence], from its forward."
+        )
 
 
 def _divide(length: int, ranks: SequenceRanks, name: str) -> SequenceShards:

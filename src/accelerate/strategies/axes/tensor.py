@@ -188,8 +188,8 @@ def _prefix_of_base(model: nn.Module) -> str:
 def _parts_of(module: nn.Module, name: str, style: Any) -> Iterator[tuple[str, Any]]:
     """Yields the modules to shard in a module of a plan, which is one itself unless it has an adapter.
 
-    The weight of a LoRA adapter that has the sharded dimension of the layer is sharded like it, and so are the
-    copies that peft trains.
+    The weight of a LoRA adapter that has the sharded dimension of the layer is sharded like it, and so are
+    the copies that peft trains.
     """
     parts = dict(module.named_children())
     if ORIGINAL in parts and "modules_to_save" in parts:
