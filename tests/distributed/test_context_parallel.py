@@ -87,6 +87,7 @@ def train(
     losses, norms = [], []
     for whole in loader:
         tokens, labels = whole[:, :-1].clone(), whole[:, 1:].clone()
+        labels[:, : LENGTH // 4] = -100  # ranks have other numbers of labels
         positions = torch.arange(LENGTH).expand(len(tokens), -1).clone()
         buffers = [tokens, labels, positions]
         with accelerator.maybe_context_parallel(buffers, [1, 1, 1], {tokens, labels}):

@@ -659,7 +659,7 @@ class Accelerator(ProcessControl):
             loss_fn,
             self.backward,
             accumulation.scale,
-            is_sum=accumulation.weighting is not None,
+            is_sum=accumulation.weighting is not None and accumulation.weighting.counts_items,
         )
         accumulation.end_backward()
         self._runtime.observers.loss_computed(loss)

@@ -40,6 +40,8 @@ from accelerate.strategies.axes.sequence_check import (
     gather_shards,
     unshard,
 )
+from accelerate.strategies.axes.sequence_shards import SequenceRanks, consecutive
+from accelerate.strategies.axes.whole_losses import BlockLosses
 from accelerate.strategies.layer import Layer
 
 CALL = "accelerator.maybe_context_parallel"
@@ -163,8 +165,10 @@ def _with_checked_attention(
     )
     attention = _ImportedAttention({size for _, size in sizes})
     services.of_process(ShardedSequences).shards = LatestShards(perf_counter_ns(), sizes, mesh)
+    group, size = mesh.get_group(), next(iter(sizes))[1]
+    shards = consecutive(SequenceRanks(group, group), mesh.get_local_rank(), (size,) * mesh.size())
     with checks_enabled(buffers, dims) as sequences, context, torch_private.attention_replaced(attend):
-        with attention:
+        with attention, BlockLosses(shards):
             yield
         if sequences.model is not None and not attention.calls:
             raise ConfigurationError(

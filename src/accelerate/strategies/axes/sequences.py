@@ -21,7 +21,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from accelerate import ops, torch_private
 from accelerate.base import ConfigurationError, wrong_value
@@ -55,7 +54,7 @@ from accelerate.strategies.axes.sharded_forwards import (
 )
 from accelerate.strategies.axes.trainer_batches import count_whole_batches
 from accelerate.strategies.axes.whole_check import Checked, OutputDims, check_forward
-from accelerate.strategies.axes.whole_losses import LOSSES, named_arguments, refuse_whole_labels, whole_loss
+from accelerate.strategies.axes.whole_losses import BlockLosses
 from accelerate.strategies.layer import Layer
 
 T = TypeVar("T")
@@ -389,31 +388,13 @@ def _in_shards(
     for buffer, dim in zip(buffers, dims, strict=True):
         buffer.data = shards.shard(buffer.data, dim % buffer.ndim).clone()
     try:
-        with _BlockLosses(shards):
+        with BlockLosses(shards):
             yield
     finally:
         state.block = before
         for buffer, data in zip(buffers, entire, strict=True):
             if id(buffer) not in not_restored:
                 buffer.data = data
-
-
-class _BlockLosses(TorchFunctionMode):
-    """Mode in which a mean of `cross_entropy` over positions of this rank is that over whole sequences."""
-
-    def __init__(self, shards: SequenceShards) -> None:
-        super().__init__()
-        self._shards = shards
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in LOSSES and not sequence_state().depth:
-            arguments = named_arguments(args, kwargs or {})
-            refuse_whole_labels(arguments, self._shards)
-            if arguments.get("reduction", "mean") == "mean":
-                return whole_loss(func, arguments, self._shards)
-        return func(*args, **(kwargs or {}))
 
 
 # Losses and metrics

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from accelerate.base import ConfigurationError
 from accelerate.strategies.axes.head_exchange import sum_over
@@ -105,3 +106,21 @@ def refuse_whole_labels(arguments: Mapping[str, Any], shards: SequenceShards) ->
             "whole sequences. Add the labels to the buffers of accelerator.maybe_context_parallel, or pass "
             "them to the model, which computes the loss."
         )
+
+
+class BlockLosses(TorchFunctionMode):
+    """Mode in which a mean of `cross_entropy` over positions of this rank is that over whole sequences."""
+
+    def __init__(self, shards: SequenceShards) -> None:
+        super().__init__()
+        self._shards = shards
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in LOSSES and not sequence_state().depth:
+            arguments = named_arguments(args, kwargs or {})
+            refuse_whole_labels(arguments, self._shards)
+            if arguments.get("reduction", "mean") == "mean":
+                return whole_loss(func, arguments, self._shards)
+        return func(*args, **(kwargs or {}))
