@@ -494,6 +494,20 @@ def evaluate(sizes: dict[str, int]) -> list[bool]:
     return same
 
 
+def evaluate_packed() -> list[list[int]]:
+    """Returns what is gathered of values for each sample if a collate function packs samples into a row."""
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="torch"))
+    accelerator.prepare(Reader())
+    loader = accelerator.prepare(
+        DataLoader(range(7), batch_size=3, collate_fn=lambda rows: torch.tensor([rows]))
+    )
+    return [accelerator.gather_for_metrics(row[0, :1].repeat(3)).tolist() for row in loader]
+
+
+def test_values_are_gathered_once_for_each_sample_of_a_packed_row(run: Run) -> None:
+    assert run(evaluate_packed) == [[[0, 0, 0], [3, 3, 3], [6]]] * 2
+
+
 def test_an_evaluation_has_whole_outputs_and_generates_as_one_rank(run: Run) -> None:
     for same in run(evaluate, {"sp_size": 2}):
         assert all(same), same
@@ -561,6 +575,36 @@ def test_a_context_may_be_as_long_as_the_part_of_a_rank(run: Run) -> None:
     assert max(run(attend_to_contexts)) < 1e-5
 
 
+class WithMemory(Reader):
+    """Attends to a learned memory of 12 positions, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.Parameter(torch.randn(1, 8, 12, 8))
+
+    def attend(self, hidden: torch.Tensor) -> torch.Tensor:
+        query = hidden.unflatten(-1, (8, 8)).transpose(1, 2)
+        memory = self.memory.expand(len(hidden), -1, -1, -1)
+        recalled = F.scaled_dot_product_attention(query, memory, memory)
+        return super().attend(hidden) + recalled.transpose(1, 2).flatten(2)
+
+
+def attend_to_memory() -> float:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="torch"))
+    set_seed(0)
+    model, differences = WithMemory(), []
+    prepared = accelerator.prepare(copy.deepcopy(model))
+    for length in (25, 22, 23, 24):  # ranks have 13 and 12, 11, 12 and 11, and 12 positions
+        batch = {name: tensor[:, :length] for name, tensor in batch_of("own uneven", 0).items()}
+        del batch["labels"]
+        differences.append(float((prepared(**batch) - model(**batch)).detach().abs().max()))
+    return max(differences)
+
+
+def test_a_memory_may_be_as_long_as_the_part_of_a_rank(run: Run) -> None:
+    assert max(run(attend_to_memory)) < 1e-5
+
+
 class Scoring(Reader):
     """Returns the log-probabilities of tokens beside its loss."""
 
@@ -605,6 +649,13 @@ class OtherInTraining(Reader):
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, labels: Any = None) -> Any:
         loss, guesses = super().forward(tokens, positions, labels)
         return (loss + guesses.mean() if self.training else loss), guesses
+
+
+class Dropping(Reader):
+    """Drops its attention in training."""
+
+    def attend(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.mix(hidden) if self.training else super().attend(hidden)
 
 
 class CountingLabels(Reader):
@@ -772,6 +823,7 @@ MISTAKES: dict[str, tuple[Callable[[Accelerator], Any], str]] = {
         lambda a: _call(a, OtherInTraining(), batch_of("own", 0)),
         "in training is .* on the ranks",
     ),
+    "dropped": (lambda a: _call(a, Dropping(), batch_of("own", 0)), "0 attention layers .* 1 in evaluation"),
     "number": (lambda a: _call(a, CountingLabels(), batch_of("own", 0)), "computes other outputs"),
     "statistics": (lambda a: a.prepare(Normalizing()), "BatchNorm1d.*computes statistics over positions"),
     "delay": (lambda a: _call(a, Delaying(), batch_of("own", 0)), "computes other outputs"),

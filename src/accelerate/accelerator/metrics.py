@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
@@ -177,13 +178,14 @@ def _gather_tensors(data: Any, counts: _Counts, loader: Any) -> Any:
     leaves: list[torch.Tensor] = []
     recursively_apply(leaves.append, data, error_on_other_type=True)
     agreed = _agree([_rows_per_sample(_num_rows(leaf), counts, loader) for leaf in leaves])
-    rows = [number or 0 for number in agreed]  # a number that ranks do not agree on is right by chance
+    # A number that ranks do not agree on is right by chance.
+    rows = [number or Fraction(0) for number in agreed]
     if not all(rows):
         _warn_not_per_sample(counts, loader.batch_rows)
-    gathered: dict[int, Iterator[Any]] = {}
+    gathered: dict[Fraction, Iterator[Any]] = {}
     for number in sorted(set(rows)):
         chosen = [leaf for leaf, its_number in zip(leaves, rows, strict=True) if its_number == number]
-        valid = [count * number for count in counts]
+        valid = [int(count * number) for count in counts]
         gathered[number] = iter(ops.gather_valid(chosen, valid) if number else ops.gather(chosen))
     order = iter(rows)
     return recursively_apply(lambda leaf: next(gathered[next(order)]), data)
@@ -196,7 +198,7 @@ def _gather_objects(data: Any, counts: _Counts | None, loader: Any) -> Any:
     length = len(data) if isinstance(data, (list, tuple)) else None
     (number,) = _agree([_rows_per_sample(length, counts, loader)])
     if number:
-        return ops.gather_valid_objects(data, [count * number for count in counts])
+        return ops.gather_valid_objects(data, [int(count * number) for count in counts])
     _warn_not_per_sample(counts, loader.batch_rows)
     return ops.gather_object(data)
 
@@ -216,7 +218,7 @@ def _valid_rows(length: int | None, counts: _Counts | None, loader: Any) -> list
         is_own = length and length == loader.batch_rows
         return [length or 0] * ops.current_transport().size if is_own else None
     number = _rows_per_sample(length, counts, loader)
-    return [count * number for count in counts] if number else None
+    return [int(count * number) for count in counts] if number else None
 
 
 def _agree(values: list[T | None]) -> list[T | None]:
@@ -228,20 +230,23 @@ def _agree(values: list[T | None]) -> list[T | None]:
     return [column[0] if all(value == column[0] for value in column) else None for column in columns]
 
 
-def _rows_per_sample(length: int | None, counts: _Counts, loader: Any) -> int:
-    """Returns the number of rows of a value for each sample of the batch, or 0 if it is not known.
+def _rows_per_sample(length: int | None, counts: _Counts, loader: Any) -> Fraction:
+    """Returns the number of rows of a value for each row of the batch, or 0 if it is not known.
 
-    A value may also be repeated for each sample of a full batch, or of the split batch of all ranks.
+    A value may also be repeated for each sample of a full batch, or of the split batch of all ranks. A
+    collate function may pack several samples into a row.
     """
     if length is None:
-        return 0
+        return Fraction(0)
     count, full, number = counts[ops.current_transport().rank], loader.full_rows or 0, loader.rows_per_sample
     is_own = loader.batch_rows in (None, length)
     if number > 1:
         is_own = is_own and length in (number * count, number * full)
     if not (number and is_own):
         number = {full * loader.plan.groups * loader.plan.split: loader.plan.groups, full: 1}.get(length, 0)
-    return number if length >= count * number else 0
+        if number == 1 and loader.valid_counts is None and loader.replicates_batches and loader.batch_rows:
+            number = Fraction(batch_owner.num_real_rows(loader), loader.batch_rows)
+    return Fraction(number if length >= count * number else 0)
 
 
 def _num_rows(leaf: Any) -> int | None:

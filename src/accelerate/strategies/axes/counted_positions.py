@@ -27,15 +27,19 @@ _NAMES = ("start", "end", "step")
 
 
 class SitesOf(TorchFunctionMode):
-    """Mode that notes which places in the code count from 0 to a length.
+    """Mode that notes which places in the code count from 0 to a length, and other lengths of attention.
 
     Args:
         length: Length of the sequences.
+
+    Attributes:
+        others: Lengths of queries and keys that are not that of the sequences, such as a learned memory.
     """
 
     def __init__(self, length: int) -> None:
         super().__init__()
         self._length = length
+        self.others: set[int] = set()
         self._found: set[Site] = set()
         self._others: set[Site] = set()
 
@@ -50,6 +54,9 @@ class SitesOf(TorchFunctionMode):
         if func is torch_private.arange and (site := _caller()) is not None:
             is_found = _end_of(args, kwargs or {}) == self._length
             (self._found if is_found else self._others).add(site)
+        if func is torch_private.scaled_dot_product_attention:
+            heads = {**dict(zip(("query", "key"), args, strict=False)), **(kwargs or {})}
+            self.others |= {heads["query"].shape[-2], heads["key"].shape[-2]} - {self._length}
         return func(*args, **(kwargs or {}))
 
 

@@ -158,6 +158,7 @@ class _Forwards:
     def __init__(self, ranks: SequenceRanks, dims: dict[str, int | None], precision: str) -> None:
         self._ranks, self._dims, self._precision = ranks, dims, precision
         self._has_trained = False
+        self._others: set[int] = set()  # lengths of queries and keys besides sequences
         self._checked: dict[Any, Checked] = {}
         self._open: list[tuple[ShardedForward | None, OutputDims | None, ShardedForward | None] | None] = []
 
@@ -192,7 +193,7 @@ class _Forwards:
         in_block = shards is not None and length == shards.own
         if not in_block:
             shards = _divide(length, self._ranks, name)
-            if is_ambiguous(inputs, shards, self._dims):
+            if is_ambiguous(inputs, shards, self._dims) or self._others & set(shards.sizes):
                 return inputs, None, None  # each rank computes whole sequences
         assert shards is not None
         entire = inputs
@@ -205,13 +206,23 @@ class _Forwards:
         checked = self._checked.get(signature)
         if checked is None:
             checked = check_forward(model, entire, complete, shards, self._dims, self._precision)
+            self._others |= checked.others
             if checked.is_complete:
                 self._checked[signature] = checked
+        if self._others & set(shards.sizes):
+            if in_block:
+                raise ConfigurationError(
+                    f"{name} attends to a tensor of {shards.sizes} positions, as many as a rank of "
+                    f"{self._ranks.sizes} has of these sequences. Call it without maybe_context_parallel, so "
+                    "that each rank computes whole sequences, or choose another length."
+                )
+            return inputs, None, None
         entire, positions = complete(entire, shards.length), None
         if not in_block or part is not None:
             inputs, positions = sharded(entire, shards, self._dims), entire.get("position_ids")
         positions = positions if isinstance(positions, Tensor) else None
-        forward = ShardedForward(shards, positions, checked.sites)
+        expected = checked.counts if model.training else ()
+        forward = ShardedForward(shards, positions, checked.sites, expected)
         return inputs, forward, None if in_block else checked.dims
 
     def end(self, model: nn.Module, args: Any, outputs: Any) -> Any:
@@ -225,6 +236,7 @@ class _Forwards:
         state.set(before)
         if forward is None or outputs is None:
             return None
+        forward.count_layers()
         outputs, untrained = without_cache(outputs), OutputDims()
         losses = list(filter(_is_loss, iterate_tensors(outputs))) if torch.is_grad_enabled() else []
         if dims is not None and losses:

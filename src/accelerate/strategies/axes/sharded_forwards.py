@@ -7,7 +7,7 @@ transformers and torch are replaced by functions that exchange heads. At other t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import CodeType
@@ -31,6 +31,7 @@ class ShardedForward:
         shards: The shards.
         positions: The `position_ids` of whole sequences, or None if they are not known.
         sites: Places in the code that count positions by `torch.arange`.
+        expected: Numbers of attention layers before each loss and before the end in an evaluation, or none.
     """
 
     def __init__(
@@ -38,11 +39,30 @@ class ShardedForward:
         shards: SequenceShards,
         positions: Tensor | None = None,
         sites: frozenset[tuple[CodeType, object]] = frozenset(),
+        expected: Sequence[int] = (),
     ) -> None:
         self.shards, self.positions, self.sites = shards, positions, sites
+        self._expected, self.counts = expected, list[int]()
         self.num_attentions = 0
         self.num_counted = 0  # calls that have counted positions
         self.num_others = 0  # calls in the same places that have not
+
+    def count_layers(self) -> None:
+        """Raises an error if fewer attention layers than in evaluation come before a loss or the end.
+
+        Ranks that drop different layers would exchange the heads of different layers, or wait for an exchange
+        while others compute the loss.
+        """
+        expected = self._expected[len(self.counts) : len(self.counts) + 1]
+        self.counts.append(self.num_attentions)
+        if expected and self.num_attentions < expected[0]:
+            ranks = self.shards.ranks
+            raise ConfigurationError(
+                f"The model computes {self.num_attentions} attention layers in this training step, and "
+                f"{expected[0]} in evaluation. Ranks of {ranks.sizes} may drop different layers, because "
+                "their random numbers differ, and would exchange the heads of different layers. Do not drop "
+                f"layers (layerdrop=0 for models of transformers), or set {ranks.ones}."
+            )
 
 
 class Binding(NamedTuple):

@@ -43,6 +43,7 @@ class Result(NamedTuple):
         difference: Largest relative difference of the outputs.
         other: Shapes of an output that is neither whole nor that of a shard, or None.
         num_attentions: Number of attention layers that exchanged heads.
+        counts: Their numbers before each loss and before the end.
         own_error: Error of the forward on shards, or None.
         whole_error: Error of the forward on whole sequences, or None.
         inputs: Shapes and sums of the inputs.
@@ -50,11 +51,13 @@ class Result(NamedTuple):
         has_sites: Whether the forward on whole sequences counts to their length.
         is_counted: Whether places that count positions do so in each forward, and not for a cache.
         of_padding: Relative difference of outputs for padding before tokens, by positions that count it.
+        others: Lengths of queries and keys that are not those of the sequences.
     """
 
     difference: float = 0.0
     other: str | None = None
     num_attentions: int = 0
+    counts: tuple[int, ...] = ()
     own_error: str | None = None
     whole_error: str | None = None
     inputs: Any = None
@@ -62,6 +65,7 @@ class Result(NamedTuple):
     has_sites: bool = False
     is_counted: bool = True
     of_padding: float = 0.0
+    others: frozenset[int] = frozenset()
 
 
 class Checked(NamedTuple):
@@ -71,11 +75,15 @@ class Checked(NamedTuple):
         dims: Dimensions of outputs with positions.
         is_complete: Whether all outputs have been compared.
         sites: Places in the code that count positions.
+        others: Lengths of queries and keys that are not those of the sequences.
+        counts: Numbers of attention layers before each loss and before the end.
     """
 
     dims: OutputDims
     is_complete: bool
     sites: frozenset[Site]
+    others: frozenset[int]
+    counts: tuple[int, ...] = ()
 
 
 class Comparison(NamedTuple):
@@ -86,12 +94,19 @@ class Comparison(NamedTuple):
         error: Error on whole sequences on this rank, or None.
         dims: Dimensions of outputs with positions.
         sites: Places in the code that count to the length of whole sequences.
+        is_ambiguous: Whether the model attends to other tensors that are as long as the part of a rank.
     """
 
     results: list[Result]
     error: Exception | None
     dims: OutputDims
     sites: frozenset[Site]
+    is_ambiguous: bool
+
+    @property
+    def others(self) -> frozenset[int]:
+        """Lengths of queries and keys that are not those of the sequences."""
+        return frozenset().union(*(each.others for each in self.results))
 
 
 def check_forward(
@@ -128,13 +143,16 @@ def check_forward(
             compared, used = counted, compared.sites
     results = compared.results
     _refuse_errors(name, ranks, compared)
+    if compared.is_ambiguous:
+        return Checked([], is_complete=False, sites=used, others=compared.others)
     _refuse_differences(name, ranks, results, limit)
     if max(each.of_padding for each in results) > limit:
         raise ConfigurationError(
             f"{name} derives positions from its attention_mask, which {ranks.sizes} does not. Pass "
             "position_ids with the positions of tokens, such as (attention_mask.cumsum(1) - 1).clamp(min=0)."
         )
-    return Checked(compared.dims, not any(each.is_undefined for each in results), used)
+    is_complete = not any(each.is_undefined for each in results)
+    return Checked(compared.dims, is_complete, used, compared.others, results[0].counts)
 
 
 def _compare_enough(
@@ -149,8 +167,9 @@ def _compare_enough(
     ranks = len(shards.sizes)
     size = min(shards.length, ranks * POSITIONS + shards.length % ranks)
     compared = _compare(model, inputs, complete, shards, size, dims, sites)
-    if size < shards.length and any(
-        each.own_error or each.whole_error or each.is_undefined for each in compared.results
+    if size < shards.length and (
+        compared.is_ambiguous
+        or any(each.own_error or each.whole_error or each.is_undefined for each in compared.results)
     ):
         compared = _compare(model, inputs, complete, shards, shards.length, dims, sites)
     return compared
@@ -267,17 +286,26 @@ def _compare(
         with torch.no_grad(), in_evaluation(model), _without_autocast(model):
             expected, error, noted = _run_whole(model, entire, size)
             text = None if error is None else f"{type(error).__name__}: {error}"
-            result = Result(inputs=_summary(entire), whole_error=text, has_sites=bool(noted))
+            result = Result(
+                inputs=_summary(entire),
+                whole_error=text,
+                has_sites=bool(noted.found),
+                others=frozenset(noted.others),
+            )
             results = _gathered(result, shards)
-            # An exchange between ranks with other shapes, or with one that has raised an error, would hang.
-            if not any(each.whole_error or each.inputs != result.inputs for each in results):
+            is_ambiguous = any(each.others & set(parts.sizes) for each in results)
+            # An exchange between ranks with other shapes, or with one that has raised an error or exchanges
+            # heads for other tensors, would hang.
+            if not is_ambiguous and not any(
+                each.whole_error or each.inputs != result.inputs for each in results
+            ):
                 result, found = _run(model, expected, own, forward, result)
                 if not result.own_error:
                     result = result._replace(of_padding=_difference_of_padding(model, entire, completed))
                 results = _gathered(result, shards)
     finally:
         state.depth -= 1
-    return Comparison(results, error, found, noted)
+    return Comparison(results, error, found, noted.found, is_ambiguous)
 
 
 def _gathered(result: Result, shards: SequenceShards) -> list[Result]:
@@ -307,15 +335,15 @@ def _without_autocast(model: nn.Module) -> Iterator[None]:
 
 def _run_whole(
     model: nn.Module, entire: Inputs, length: int
-) -> tuple[list[Tensor], Exception | None, frozenset[Site]]:
-    """Returns the outputs for whole sequences or the error, and the places that count to the length."""
+) -> tuple[list[Tensor], Exception | None, SitesOf]:
+    """Returns the outputs for whole sequences or the error, and what the forward has noted."""
     state = sequence_state()
     before = state.set(None)
     try:
         with SitesOf(length) as noted:
-            return list(iterate_tensors(model.forward(*entire.args, **entire.kwargs))), None, noted.found
+            return list(iterate_tensors(model.forward(*entire.args, **entire.kwargs))), None, noted
     except Exception as error:
-        return [], error, noted.found
+        return [], error, noted
     finally:
         state.set(before)
 
@@ -328,6 +356,8 @@ def _run(
     before = state.set(forward)
     try:
         outputs = list(iterate_tensors(model.forward(*own.args, **own.kwargs)))
+        forward.count_layers()
+        result = result._replace(num_attentions=forward.num_attentions, counts=tuple(forward.counts))
         if forward.sites:
             again = ShardedForward(forward.shards, forward.positions, forward.sites)
             state.set(again)
@@ -340,9 +370,7 @@ def _run(
         return result._replace(own_error=f"{type(error).__name__}: {error}"), []
     finally:
         state.set(before)
-    return _differences(
-        outputs, expected, forward.shards, result._replace(num_attentions=forward.num_attentions)
-    )
+    return _differences(outputs, expected, forward.shards, result)
 
 
 def _differences(

@@ -43,6 +43,7 @@ def cross_entropy(
     forward = state.current
     if forward is None:
         return function(*args, **kwargs)
+    forward.count_layers()
     with state.whole():  # in a mode of torch functions, torch calls the replaced function again
         return whole_loss(function, named_arguments(args, kwargs), forward.shards)
 
