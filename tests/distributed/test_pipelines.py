@@ -449,6 +449,28 @@ def test_sums_over_items_are_those_of_one_process(run: Run) -> None:
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+def train_in_windows(processes: int) -> list[float]:
+    """Trains with means over batches, of which two make a window and the last one is alone."""
+    accelerator = make_accelerator("", "1f1b", processes)
+    accelerator.gradient_accumulation_steps = 2
+    model, optimizer, _ = build(accelerator)
+    rows = [{name: torch.arange(i, i + 4) % 11 for name in ("ids", "targets")} for i in range(12)]
+    norms = []
+    for window in accelerator.windows(accelerator.prepare(DataLoader(rows, batch_size=4))):
+        for batch in window:
+            accelerator.forward_backward(model, batch, mean_loss)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def test_means_in_windows_are_those_of_one_process(run: Run) -> None:
+    (expected,) = run(train_in_windows, 1, processes=1)
+    for found in run(train_in_windows, 2, processes=2):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
 def train_on_one_sample(schedule: str, processes: int) -> float:
     accelerator = make_accelerator("", schedule, processes)
     model, _, _ = build(accelerator)

@@ -103,6 +103,11 @@ class Matrices(NamedTuple):
 
 def read_head(head: nn.Module | Tensor) -> Head:
     """Returns the parts of a head, or raises an error for one whose logits are not a matrix product."""
+    if any(hasattr(each, "ds_id") for each in (head.parameters() if isinstance(head, nn.Module) else [head])):
+        raise PreparationError(
+            "ZeRO 3 shards the weights of the head, and gathers them in its forward, which lm_loss does not "
+            "call. Use ZeRO 1 or 2, or FSDP 2, or compute logits and torch's cross_entropy."
+        )
     if isinstance(head, Tensor):
         if head.ndim != 2 or not head.is_floating_point():
             raise _not_linear(head, f"it is a tensor of shape {list(head.shape)} and dtype {head.dtype}")
@@ -262,7 +267,7 @@ def _local_rows(parameter: Any, head: Head) -> tuple[Tensor, int, Any]:
         if not is_whole:
             raise PreparationError(
                 f"A weight of the head has shape {list(parameter.shape)} now, and "
-                f"{head.vocabulary_size} rows when it is whole: FSDP 1 or ZeRO 3 has sharded it. {FIX}."
+                f"{head.vocabulary_size} rows when it is whole: FSDP 1 has sharded it. {FIX}."
             )
         return parameter, 0, None
     mesh, placements = parameter.device_mesh, parameter.placements

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
-from accelerate.base import ConfigurationError
+from accelerate.base import ConfigurationError, PreparationError
 from accelerate.losses import lm_loss
 
 FEATURES, VOCABULARY = 16, 50
@@ -86,6 +86,14 @@ def test_a_hook_that_would_not_run_is_an_error(name: str) -> None:
     register(head)
     with pytest.raises(ConfigurationError, match=f"a hook of {module}"):
         lm_loss(torch.zeros(6, FEATURES), head, LABELS, shift=False)
+
+
+def test_a_weight_that_zero_3_shards_is_an_error() -> None:
+    head = nn.Linear(8, 16)
+    setattr(head.weight, "ds_id", 0)  # noqa: B010, as DeepSpeed marks it
+    for given in (head, head.weight):
+        with pytest.raises(PreparationError, match="ZeRO 3 shards the weights of the head"):
+            lm_loss(torch.zeros(6, 8), given, LABELS, shift=False)
 
 
 def test_a_quantized_weight_is_an_error() -> None:
