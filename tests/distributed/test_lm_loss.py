@@ -71,7 +71,14 @@ def state_of(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
     return {name: each.cpu() for name, each in accelerator.get_state_dict(model).items()}
 
 
-def train(layout: str, ties: bool, where: str, precision: str = "no", wraps: str | None = None) -> Any:
+def train(
+    layout: str,
+    ties: bool,
+    where: str,
+    precision: str = "no",
+    wraps: str | None = None,
+    compiles: bool = False,
+) -> Any:
     """Returns the losses and the weights after two steps, of the plain loss for the layout "plain"."""
     processes, mesh, version = LAYOUTS.get(layout, LAYOUTS["one"])
     plugin = None
@@ -95,6 +102,9 @@ def train(layout: str, ties: bool, where: str, precision: str = "no", wraps: str
     model: Any = Model(ties, inside if where == "inside" else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model, optimizer = accelerator.prepare(model, optimizer)
+    if compiles:
+        warnings.simplefilter("ignore", DeprecationWarning)  # the compiler instantiates a function
+        model = torch.compile(model, backend="eager")
     losses = []
     divided = processes // mesh.get("tp_size", 1)
     index = accelerator.process_index // mesh.get("tp_size", 1) if layout != "plain" else 0
@@ -125,6 +135,12 @@ def compare(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
 def test_training_is_that_of_the_plain_loss(run: Run, layout: str, where: str, ties: bool) -> None:
     expected = run(train, "plain", ties, "inside", processes=1)[0]
     for found in run(train, layout, ties, where, processes=LAYOUTS[layout][0]):
+        compare(found, expected)
+
+
+def test_a_compiled_model_computes_it_with_a_sharded_head(run: Run) -> None:
+    (expected,) = run(train, "plain", False, "inside", processes=1)
+    for found in run(train, "tp", False, "inside", "no", None, True, processes=2):
         compare(found, expected)
 
 

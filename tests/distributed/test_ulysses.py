@@ -789,6 +789,10 @@ def _of_logits_beside_a_loss(accelerator: Accelerator) -> None:
     accelerator.backward(loss + guesses.logsumexp(-1).mean())
 
 
+def _compiled_later(accelerator: Accelerator) -> None:
+    torch.compile(accelerator.prepare(Reader()), backend="eager")(**batch_of("own", 0))
+
+
 def _features(accelerator: Accelerator) -> None:
     model, batch = accelerator.prepare(Scaling()), batch_of("own", 0)
     batch["labels"] = torch.arange(ROWS * 20.0).view(ROWS, 20)  # as many as there are positions below
@@ -833,6 +837,7 @@ MISTAKES: dict[str, tuple[Callable[[Accelerator], Any], str]] = {
     "table": (lambda a: _call(a, SlicingPositions(), batch_of("own", 0)), "positions must be an argument"),
     "mask of a shard": (lambda a: _call(a, Masking(), batch_of("own", 0)), "Masks are those of whole"),
     "compiled": (lambda a: a.prepare(torch.compile(Reader(), backend="eager")), "is compiled"),
+    "compiled later": (_compiled_later, "is compiled after prepare"),
     "recurrent": (lambda a: a.prepare(Recurrent()), "GRU.*carries a state over positions"),
     "own softmax": (lambda a: _call(a, OwnSoftmax(), batch_of("own", 0)), "has not called an attention"),
     "other batches": (_of_rank, "have different batches"),

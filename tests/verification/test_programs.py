@@ -158,6 +158,10 @@ def test_faults_in_long_sequences_are_found(tmp_path: Path, name: str, axis: str
     assert ended.returncode == 1, ended.stdout[-2000:] + ended.stderr[-3000:]
     finding = json.loads((tmp_path / "result.json").read_text())["findings"][0]
     assert finding["what"] == "loss"
+    cause = (
+        "divided by the number of processes" if "divided" in name else "Each rank has a part of the sequences"
+    )
+    assert cause in finding["cause"]
 
 
 @pytest.mark.slow

@@ -148,7 +148,7 @@ def _scaled(tensor: Tensor, scale: float) -> Tensor:
 
 def is_dtensor(value: object) -> bool:
     """Returns whether a value is a `DTensor`, without an import of the class."""
-    return type(value) is not Tensor and isinstance(value, Tensor) and hasattr(value, "full_tensor")
+    return type(value) is not Tensor and isinstance(value, Tensor) and hasattr(type(value), "full_tensor")
 
 
 def local_tensor(value: Any) -> Any:

@@ -104,7 +104,8 @@ def _explain_outputs(run: Run, reference: Run, tolerances: Tolerances, *, is_los
             model = f" of model {number}" if number != "0" else ""
             return f"The outputs of {where}{model} are the first that differ from those of the reference."
     if not num_compared:
-        return _OF_TOKENS if has_other_sizes and not is_loss_equal else ""
+        cause = _OF_SHARDS if run.divides_sequences else _OF_TOKENS
+        return cause if has_other_sizes and not is_loss_equal else ""
     if is_loss_equal:
         return (
             f"The outputs of {_modules(num_compared)} and the loss are those of the reference, so the script "
@@ -122,6 +123,13 @@ _OF_TOKENS = (
     "Ranks pad their batches to other lengths than the reference, so the outputs of modules cannot be "
     "compared. The loss may be a mean over a number of tokens that differs between ranks: pass this number "
     "as accumulate(num_items=...)."
+)
+_OF_SHARDS = (
+    "Each rank has a part of the sequences, so the outputs of modules cannot be compared. Labels and "
+    "positions must be those of whole sequences: a rank that shifts its own labels lacks that of its last "
+    "position, and one that counts positions begins at 0. Shift labels and count positions before "
+    "accelerator.maybe_context_parallel, and pass them as buffers. A loss that is no mean of cross_entropy "
+    "or lm_loss is one over the positions of a rank."
 )
 
 

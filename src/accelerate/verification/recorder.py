@@ -215,6 +215,7 @@ class Recorder:
             replicas=replicas,
             group=self.group,
             num_groups=self.num_groups,
+            divides_sequences=any(layer.splits_buffers for layer in accelerator._runtime.strategy.layers),
             precision=str(accelerator.mixed_precision),
             label=str(accelerator.distributed_type.value),
         )

@@ -75,6 +75,7 @@ class Run:
 
     Attributes:
         num_groups: Number of data-parallel groups.
+        divides_sequences: Whether ranks have parts of each sequence.
         precision: Mixed precision.
         is_complete: Whether the weights after the last step were written.
         steps: Steps by optimizer and number.
@@ -87,6 +88,7 @@ class Run:
     folder: Path
     size: int = 0
     num_groups: int = 0
+    divides_sequences: bool = False
     precision: str = "no"
     label: str = ""
     is_complete: bool = False
@@ -127,6 +129,7 @@ def read_run(folder: Path) -> Run:
         head = lines[0]
         run.size, run.num_groups = head["size"], head["num_groups"]
         run.precision, run.label = head["precision"], head["label"]
+        run.divides_sequences = head["divides_sequences"]
         names = [name for line in lines if line["kind"] == "model" for name in line["batch_norms"]]
         run.batch_norms = list(dict.fromkeys([*run.batch_norms, *names]))
         for line in lines[1:]:

@@ -171,6 +171,8 @@ class _Forwards:
 
     def begin(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Replaces the arguments by those of this rank."""
+        if torch.compiler.is_compiling():
+            _refuse_compilation(type(model).__name__, self._ranks)
         state = sequence_state()
         state.forget_errors()
         if state.depth:  # a part of a model that is in its forward
@@ -319,6 +321,14 @@ def _beside_loss(
     return [d if leaf.ndim == 2 else None for leaf, d in pairs], [
         d if leaf.ndim > 2 else None for leaf, d in pairs
     ]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # so that compiled code calls it
+def _refuse_compilation(name: str, ranks: SequenceRanks) -> None:
+    raise ConfigurationError(
+        f"{name} is compiled after prepare, and {ranks.sizes} exchanges heads between the ranks inside of "
+        "attention, which is not compiled. Do not call torch.compile."
+    )
 
 
 def _refuse_gradient(name: str, ranks: SequenceRanks, gradient: Tensor | None) -> None:
