@@ -28,7 +28,10 @@ def test_loops_on_several_ranks_equal_plain_torch(seeds: str) -> None:
 
 @pytest.mark.parametrize(
     "seeds",
-    ["1:2,12:13,85:86", pytest.param("100:160", marks=pytest.mark.slow)],  # a pipeline, shards, sequences
+    [
+        "1:2,12:13,85:86,2301:2302",  # a pipeline, shards, sequences, and a loss that one replica refuses
+        pytest.param("100:160", marks=pytest.mark.slow),
+    ],
 )
 def test_layouts_equal_one_process_or_are_refused(seeds: str) -> None:
     run_trials("axes", seeds)

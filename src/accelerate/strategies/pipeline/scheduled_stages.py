@@ -236,7 +236,7 @@ class ScheduledStages:
         ) from reason
 
     def _compute(self, stage: int, received: Sequence[Tensor], index: int) -> Any:
-        part, trace = self._microbatches[index], self._current_traces[index]
+        part, trace, outputs = self._microbatches[index], self._current_traces[index], None
         try:
             outputs = self.model.compute(stage, trace, received, part.args, part.kwargs)
             if stage < len(self._ranks) - 1:
@@ -248,8 +248,8 @@ class ScheduledStages:
             if not self._shares_error:
                 raise
             self._error = self._error or error
-            # The next stage gets what it waits for.
-            nothing = zero_loss(received).to(self.device)
+            # The next stage gets what it waits for, and FSDP has gradients of the same weights on all ranks.
+            nothing = zero_loss((received, outputs)).to(self.device)
             if stage == len(self._ranks) - 1:
                 return nothing
             return tuple(_zeros_from(spec, nothing, self.device) for spec in trace.boundaries[stage].specs)
