@@ -261,7 +261,7 @@ class ActivationOffload:
         if previous is not None:
             previous.release()
         again, leaves = torch_private.flat_call(function, args, kwargs)
-        keywords = options([self._version_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)])
+        keywords = options([self._version_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         inputs = BlockInputs(previous)
         self._last = ref(inputs)
         with saved_tensors_hooks(partial(self._pack, inputs), _unpack):

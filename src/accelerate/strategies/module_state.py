@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,11 +37,20 @@ class ModuleState:
     Args:
         module: A module, of which all submodules are included.
         generators: Random generators besides those among the attributes.
+        objects: Objects whose attributes are included.
     """
 
-    def __init__(self, module: nn.Module, generators: Iterable[torch.Generator] = ()) -> None:
-        self._attributes = [(part, _attributes_of(part)) for part in module.modules()]
+    def __init__(
+        self,
+        module: nn.Module,
+        generators: Iterable[torch.Generator] = (),
+        objects: Sequence[object] = (),
+    ) -> None:
+        self.objects = objects
+        self._attributes = [(part, attributes_of(part)) for part in module.modules()]
         values = [value for _, attributes in self._attributes for value in attributes.values()]
+        for attributes in map(vars, objects):
+            values += [attributes, *attributes.values()]
         self._contents: list[tuple[Any, Any]] = [
             (value, value.copy()) for value in values if type(value) in (dict, list)
         ]
@@ -82,7 +91,7 @@ class ModuleState:
         return [
             (module, name)
             for module, attributes in self._attributes
-            for name, value in _attributes_of(module).items()
+            for name, value in attributes_of(module).items()
             if value is True and name not in attributes
         ]
 
@@ -123,7 +132,7 @@ class ModuleState:
 
     def _restore_attributes(self) -> None:
         for module, attributes in self._attributes:
-            for name in _attributes_of(module).keys() - attributes.keys():
+            for name in attributes_of(module).keys() - attributes.keys():
                 del vars(module)[name]
             vars(module).update(attributes)
         for value, content in self._contents:
@@ -144,6 +153,6 @@ def _copy_of(buffer: Tensor) -> Tensor | None:
     return buffer.clone() if buffer.numel() <= MAX_COPIED else None
 
 
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
+def attributes_of(module: nn.Module) -> dict[str, Any]:
     """Returns the attributes that the class or the user of a module has added."""
     return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}

@@ -7,9 +7,11 @@ Source: https://docs.pytorch.org/docs/stable/checkpoint.html
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +24,12 @@ from accelerate.base import wrong_value
 from accelerate.devices import DeviceBackend, of_device
 from accelerate.nested import iterate_tensors
 from accelerate.plugins import ActivationCheckpointing
-from accelerate.strategies.module_state import MAX_COPIED, ModuleState, has_replaced_parameters
+from accelerate.strategies.module_state import (
+    MAX_COPIED,
+    ModuleState,
+    attributes_of,
+    has_replaced_parameters,
+)
 from accelerate.strategies.request import Context
 
 if TYPE_CHECKING:
@@ -49,6 +56,8 @@ PRODUCTS = (
 """Operators that `save_operators="matmul"` selects."""
 ROUTING = (torch.ops.aten.topk.default,)
 """Operators that choose the experts of tokens, which ranks that exchange tokens must not choose again."""
+LIBRARIES = {*sys.stdlib_module_names, "torch", "accelerate", "deepspeed", "megatron", "torch_xla"}
+"""Packages whose objects a recomputation leaves as they are, such as locks and the states of shards."""
 
 
 class RecomputedForward:
@@ -97,7 +106,10 @@ class RecomputedForward:
         generators, is_first = self.generators or [], self.generators is None
         if is_first and not torch.compiler.is_compiling():
             self.generators = generators
-        contexts = partial(_contexts_with_state, self.module, context_fn, versions, generators, is_first)
+        objects = [] if torch.compiler.is_compiling() else _objects_of(self.module, inputs)
+        contexts = partial(
+            _contexts_with_state, self.module, context_fn, versions, generators, objects, is_first
+        )
         return {**self.options, "context_fn": contexts}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,6 +129,23 @@ def _versions_of(inputs: Sequence[object]) -> list[tuple[Tensor, int]]:
     """Returns the tensors among the inputs of a block, each with the number of its changes in place."""
     tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)]
     return list(zip(tensors, torch_private.in_place_versions(tensors), strict=True))
+
+
+def _objects_of(block: nn.Module, inputs: Sequence[object]) -> list[object]:
+    """Returns the objects of the program that a block knows, whose attributes its forward may change."""
+    values = [value for part in block.modules() for value in attributes_of(part).values()]
+    values += [item for value in values if type(value) in (list, tuple) for item in value]
+    values += [item for value in values if type(value) is dict for item in value.values()]
+    return list({id(value): value for value in (*values, *inputs) if _is_of_program(value)}.values())
+
+
+def _is_of_program(value: object) -> bool:
+    """Returns whether a value has attributes and is of a class that is not one of Python or an engine."""
+    if isinstance(value, SimpleNamespace):
+        return True
+    package, _, _ = type(value).__module__.partition(".")
+    is_known = isinstance(value, (nn.Module, Tensor, type)) or package in LIBRARIES
+    return hasattr(value, "__dict__") and not is_known
 
 
 class _NotedGenerators(TorchFunctionMode):
@@ -150,6 +179,7 @@ def _contexts_with_state(
     context_fn: Callable[[], tuple[Any, Any]],
     versions: Sequence[tuple[Tensor, int]],
     generators: list[torch.Generator],
+    objects: Sequence[object],
     is_first: bool,
 ) -> tuple[Any, Any]:
     """Returns the contexts of `context_fn`, with which a block changes its attributes and buffers once."""
@@ -157,7 +187,7 @@ def _contexts_with_state(
         reason = "its parameters are replaced during this call, and a recomputation would use its own"
         fix = "Leave it out where torch.func.functional_call is used"
         raise wrong_value("activation checkpointing", type(block).__name__, reason, fix)
-    before = ModuleState(block, generators)
+    before = ModuleState(block, generators, objects)
     forward, recomputation = context_fn()
     compiles = torch.compiler.is_compiling()
     draws = _NotedGenerators(before, generators) if is_first and not compiles else nullcontext()
@@ -224,7 +254,7 @@ class RestoredState:
 
     def __enter__(self) -> None:
         _check_versions(self._block, self._versions)
-        self._current = ModuleState(self._block, self._generators)
+        self._current = ModuleState(self._block, self._generators, self._before.objects)
         self._before.restore_copies()
         if self._device is not None:
             self._current_generator = self._device.rng_state()

@@ -731,3 +731,42 @@ def test_a_recomputation_repeats_the_draws_of_generators(has_own: bool) -> None:
     assert states[0] == states[1]
     for expected, parameter in zip(plain.parameters(), found.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, expected.grad, rtol=0, atol=0)
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.calls, self.norms = 0, list[float]()
+
+
+class Counting(nn.Module):
+    """Layer that changes an object of the program, on which its result depends."""
+
+    def __init__(self, own: Counts | None) -> None:
+        super().__init__()
+        self.linear, self.own = nn.Linear(WIDTH, WIDTH), own
+
+    def forward(self, x: Tensor, counts: Counts) -> Tensor:
+        counts = self.own or counts
+        counts.calls += 1
+        out: Tensor = self.linear(x).tanh() * (counts.calls + len(counts.norms))
+        counts.norms.append(out.detach().norm().item())
+        return out
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+def test_a_recomputation_repeats_changes_of_objects(has_own: bool) -> None:
+    found = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        counts = Counts()
+        layers = [Counting(counts if has_own else None) for _ in range(2)]
+        model, x = nn.ModuleList(layers), torch.randn(SAMPLES, WIDTH)
+        if recomputes:
+            recompute(model, layers)
+        for _ in range(2):
+            h = x
+            for layer in layers:
+                h = layer(h, counts)
+            h.square().sum().backward()
+        found.append([vars(counts), *(parameter.grad for parameter in model.parameters())])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
