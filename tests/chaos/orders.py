@@ -89,7 +89,7 @@ def train(order: str, accelerator: Any, parts: Parts, rows: Tensor, labels: Tens
     if order == "two backward":
         fail("between")
         backward(loss_of(1.0))
-    if order == "clipped" and accelerator.sync_gradients:
+    if order == "clipped":
         accelerator.clip_grad_norm_([*first.parameters(), *second.parameters()], 0.1)
     if order == "clipped by torch" and (
         accelerator.sync_gradients or accelerator.gradient_accumulation_steps == 1

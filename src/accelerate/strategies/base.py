@@ -7,6 +7,7 @@ calls. Everything about checkpoints is in `strategy.state`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -37,6 +38,7 @@ from accelerate.strategies.dtensors import (
     groups_of,
     has_dtensors,
     is_sharded,
+    local_gradients,
     scale_down,
 )
 from accelerate.strategies.layer import Layer, entered
@@ -353,12 +355,15 @@ class Strategy:
         """Scales gradients so that their total norm is at most `max_norm`, and returns the norm before."""
         parameters = as_list(parameters)
         if not (self.shards_models or _divides_models(self) or _any_distributed(parameters)):
+            if max_norm == math.inf:  # torch would multiply by 1, which others see as a change
+                return torch.nn.utils.get_total_norm(local_gradients(parameters), norm_type)
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         norm = partial(gradient_norm, device=self.context.device, find_groups=self.groups_of)
         for layer in self.layers:
             norm = partial(layer.gradient_norm, norm)
         total = norm(parameters, norm_type)
-        scale_down(parameters, total, max_norm)
+        if max_norm != math.inf:
+            scale_down(parameters, total, max_norm)
         return total
 
     def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:

@@ -67,9 +67,11 @@ def test_clipping_returns_the_norm_before() -> None:
     accelerator = Accelerator(cpu=True)
     weight = torch.nn.Parameter(torch.ones(4))
     accelerator.backward(weight.sum())
-    assert accelerator.clip_grad_norm_(iter([weight]), float("inf")) == 2.0
-    assert accelerator.clip_grad_norm_([weight], 1.0, norm_type=2) == 2.0
     assert weight.grad is not None
+    version = weight.grad._version
+    assert accelerator.clip_grad_norm_(iter([weight]), float("inf")) == 2.0
+    assert weight.grad._version == version  # so that nothing else sees a change
+    assert accelerator.clip_grad_norm_([weight], 1.0, norm_type=2) == 2.0
     assert weight.grad.norm() == pytest.approx(1.0, abs=1e-5)
     accelerator.clip_grad_value_([weight], 0.25)
     assert weight.grad.max() == 0.25

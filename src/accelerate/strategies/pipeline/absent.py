@@ -128,7 +128,7 @@ def absent_tensor(tensor: Tensor, layer: str, device: torch.device) -> AbsentTen
 
 def _refuse_values(tensor: AbsentTensor) -> NoReturn:
     raise StateError(
-        f"The values of weights of {tensor.layer} are not on this rank, and code outside of the model uses "
+        f"The values of a weight of {tensor.layer} are not on this rank, and code outside of the model uses "
         "them. Compute this in the forward of the model, begin stages at other layers with "
         "PipelineConfig(split=[...]), gather whole weights with accelerator.get_state_dict(model), "
         "average weights with accelerator.average(model), or compute the norm of the gradients with "
