@@ -15,7 +15,7 @@ from tests.simulated_device import module, sim
 from torch import Tensor
 
 from accelerate import Accelerator
-from accelerate.data_loader import loaders
+from accelerate.data_loader import reading
 from accelerate.devices import hardware_table
 from accelerate.devices.stream_events import StreamEvents
 from accelerate.hooks import StreamTransfer, align
@@ -50,7 +50,7 @@ def staging_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def batches_left_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loaders, "choose_move", lambda device, non_blocking, batch: None)
+    patch.setattr(reading, "choose_move", lambda device, non_blocking, batch: None)
 
 
 def optimizers_keep_old_parameters(patch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def batches_moved_on_a_stream_without_a_wait(patch: pytest.MonkeyPatch) -> None:
 
         return move
 
-    patch.setattr(loaders, "choose_move", choose_move)
+    patch.setattr(reading, "choose_move", choose_move)
 
 
 def copies_to_the_host_not_waited_for(patch: pytest.MonkeyPatch) -> None:
