@@ -355,7 +355,7 @@ class Accumulation:
         self.weighting = None
         if not self.strategy.holds_gradients:
             return
-        self.strategy.drop_gradients(self.prepared.models)
+        strategies.drop_gradients(self.strategy.layers, self.prepared.models)
         for optimizer in self.prepared.optimizers:
             optimizer.held = None
             optimizer.gradients_unscaled = False

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from accelerate import data_loader, ops
+from accelerate import data_loader, ops, strategies
 from accelerate.accelerator.accumulation import Accumulation, sync_context
 from accelerate.accelerator.weighting import factor_of, sum_items
 from accelerate.base import StateError
@@ -149,7 +149,7 @@ class Window:
             accumulation.gradients._set_sync_gradients(False)
             if self._is_begun and accumulation.strategy.holds_gradients:
                 accumulation.release(self._models)
-                accumulation.strategy.drop_gradients(self._models)
+                strategies.drop_gradients(accumulation.strategy.layers, self._models)
             elif self._is_begun:
                 logger.warning(
                     "A window of windows() was left before its last batch, and its gradients are inside "

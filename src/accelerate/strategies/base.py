@@ -326,14 +326,6 @@ class Strategy:
         backward(loss)
         return loss.detach().float()
 
-    def drop_gradients(self, models: Iterable[nn.Module]) -> None:
-        """Removes the gradients of models."""
-        for model in models:
-            for layer in self.layers:
-                layer.drop_gradients(model)
-            for parameter in model.parameters():
-                parameter.grad = None
-
     def no_sync(self, model: nn.Module, *, early: bool = False) -> AbstractContextManager[Any]:
         """Returns a context manager in which the backward pass of a model exchanges no gradients.
 
