@@ -119,7 +119,7 @@ class HeldGradients:
             return
         entries = zip(self._parameters, self._held, self._seen, self._versions, strict=True)
         self._held = [  # without gradients from before the window
-            p.grad if held is not None or _differs(p.grad, seen, version) else None
+            p.grad if held is not None or differs(p.grad, seen, version) else None
             for p, held, seen, version in entries
         ]
 
@@ -232,7 +232,7 @@ class HeldGradients:
         if all(map(is_, grads, self._seen)) and torch_private.in_place_versions(grads) == self._versions:
             return False
         entries = zip(self._parameters, self._seen, self._versions, strict=True)
-        return any(p.grad is not None and _differs(p.grad, seen, version) for p, seen, version in entries)
+        return any(p.grad is not None and differs(p.grad, seen, version) for p, seen, version in entries)
 
     def _warn_of_unused(self) -> None:
         if self._has_contributed:
@@ -254,7 +254,7 @@ class HeldGradients:
         changed = [
             held
             for p, held, seen, version in entries
-            if held is not None and p.grad is held is seen and _differs(p.grad, seen, version)
+            if held is not None and p.grad is held is seen and differs(p.grad, seen, version)
         ]
         if changed and not any(bool(gradient.any()) for gradient in changed):
             raise StateError(
@@ -278,7 +278,7 @@ class HeldGradients:
         self._unreduced = None
 
 
-def _differs(gradient: Tensor | None, before: Tensor | None, version: int) -> bool:
+def differs(gradient: Tensor | None, before: Tensor | None, version: int) -> bool:
     """Returns whether a gradient is not the one before, which had a version then."""
     if gradient is before:
         return gradient is not None and torch_private.in_place_version(gradient) != version

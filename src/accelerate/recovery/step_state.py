@@ -11,6 +11,7 @@ from torch import nn
 
 from accelerate import strategies, torch_private
 from accelerate.base import StateError
+from accelerate.held_gradients import differs
 from accelerate.recovery.membership import Members, Membership
 
 BUCKET_BYTES = 32 * 2**20
@@ -43,8 +44,7 @@ class _Gradient(NamedTuple):
         return cls(parameter, gradient, version, copy)
 
     def is_changed(self) -> bool:
-        gradient = self.parameter.grad
-        return gradient is not self.gradient or torch_private.in_place_versions([gradient]) != [self.version]
+        return differs(self.parameter.grad, self.gradient, self.version)
 
 
 class StepState:

@@ -208,3 +208,13 @@ def test_gradients_that_change_before_others_are_added_are_refused(
     backward(model.weight, is_last=is_last)
     with pytest.raises(StateError, match="Gradients were changed or set to zero after accelerator.backward"):
         backward(model.weight, is_last=is_last)
+
+
+def test_gradients_that_move_without_a_change_are_added_up(gradients_of_step: Any) -> None:
+    step, model, _ = gradients_of_step
+    model.weight.sum().backward()
+    step.keep_gradients(undoes_changes=False)
+    model.weight.grad = model.weight.grad.clone()  # as a forward of DistributedDataParallel may do
+    step.begin_backward()
+    model.weight.sum().backward()
+    assert model.weight.grad.tolist() == [[2.0, 2.0]]
