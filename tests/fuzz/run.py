@@ -94,9 +94,8 @@ def read_results(path: Path) -> list[Any]:
                 return results
 
 
-def run_seeds(kind: Any, seeds: list[int], workers: int) -> Iterator[tuple[int, str]]:
-    """Run trials in blocks, several at a time, and yield what each has found."""
-    size = getattr(kind, "BLOCK", BLOCK)
+def run_seeds(kind: Any, seeds: list[int], size: int, workers: int) -> Iterator[tuple[int, str]]:
+    """Run trials in blocks of a size, several at a time, and yield what each has found."""
     blocks = [seeds[start : start + size] for start in range(0, len(seeds), size)]
 
     def run(blocks: list[list[int]]) -> Iterator[dict[int, str]]:
@@ -133,7 +132,7 @@ def main() -> None:
     begin = time.monotonic()
     different = []
     size = getattr(kind, "BLOCK", BLOCK)
-    for count, (seed, text) in enumerate(run_seeds(kind, seeds, arguments.workers), 1):
+    for count, (seed, text) in enumerate(run_seeds(kind, seeds, size, arguments.workers), 1):
         if text or arguments.seed is not None:
             print(f"\nseed {seed}\n{kind.describe(seed)}\n{text or 'no difference'}", flush=True)
         if text:

@@ -103,10 +103,11 @@ class RecomputedForward:
     def _options_with_state(self, inputs: Sequence[object]) -> dict[str, Any]:
         versions = _versions_of(inputs) if inputs else []
         context_fn = self.options.get("context_fn", noop_context_fn)
-        generators, is_first = self.generators or [], self.generators is None
-        if is_first and not torch.compiler.is_compiling():
+        compiles = torch.compiler.is_compiling()
+        generators, is_first = self.generators or [], self.generators is None and not compiles
+        if is_first:
             self.generators = generators
-        objects = [] if torch.compiler.is_compiling() else _objects_of(self.module, inputs)
+        objects = [] if compiles else _objects_of(self.module, inputs)
         contexts = partial(
             _contexts_with_state, self.module, context_fn, versions, generators, objects, is_first
         )
@@ -164,12 +165,8 @@ class _NotedGenerators(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         generator = (kwargs or {}).get("generator")
-        is_default = generator is torch.default_generator
-        if (
-            isinstance(generator, torch.Generator)
-            and not is_default
-            and self._before.add_generator(generator)
-        ):
+        is_own = generator is not torch.default_generator  # whose state torch restores
+        if isinstance(generator, torch.Generator) and is_own and self._before.add_generator(generator):
             self._generators.append(generator)
         return func(*args, **(kwargs or {}))
 
@@ -189,8 +186,7 @@ def _contexts_with_state(
         raise wrong_value("activation checkpointing", type(block).__name__, reason, fix)
     before = ModuleState(block, generators, objects)
     forward, recomputation = context_fn()
-    compiles = torch.compiler.is_compiling()
-    draws = _NotedGenerators(before, generators) if is_first and not compiles else nullcontext()
+    draws = _NotedGenerators(before, generators) if is_first else nullcontext()
     checked = _checked_forward(block, before, forward, versions, draws)
     return checked, RestoredState(block, before, recomputation, versions, generators)
 
