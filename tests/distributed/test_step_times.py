@@ -23,7 +23,7 @@ def train_with_a_slow_rank() -> dict[str, float]:
         if step == 2:
             before = accelerator.step_times()
         if accelerator.process_index == 1:
-            time.sleep(0.03)
+            time.sleep(0.1)
         accelerator.backward(model(torch.ones(4, 64)).sum())
         optimizer.step()
         optimizer.zero_grad()
@@ -32,10 +32,11 @@ def train_with_a_slow_rank() -> dict[str, float]:
 
 def test_the_fast_rank_waits_for_the_slow_one_in_collectives(run: Callable[..., Any]) -> None:
     fast, slow = run(train_with_a_slow_rank, processes=2)
-    assert fast["collectives"] > 0.2
-    assert fast["backward"] < 0.1
-    assert slow["collectives"] < 0.1
-    assert slow["rest"] > 0.25
+    # Ten sleeps of 0.1 s: the times of a busy machine are below the half of it.
+    assert fast["collectives"] > 0.5
+    assert fast["backward"] < fast["collectives"]
+    assert slow["collectives"] < fast["collectives"]
+    assert slow["rest"] > 0.9
 
 
 def wait_for_a_slow_rank() -> dict[str, float]:
