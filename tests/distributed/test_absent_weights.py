@@ -200,3 +200,77 @@ def replace_sharded() -> None:
 
 def test_a_sharded_weight_has_an_absent_one_in_its_place(run: Run) -> None:
     run(replace_sharded)
+
+
+def scale_all(model: Any, optimizer: Any) -> None:
+    """Clips by the norm of the gradients that the optimizer of this rank has."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+    for parameter in parameters:
+        parameter.grad.mul_((0.01 / norm).clamp(max=1.0))
+
+
+def scale_named(model: Any, optimizer: Any) -> None:
+    gradients = [p.grad for _, p in model.named_parameters()]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    torch._foreach_mul_(gradients, 0.01 / float(norm))
+
+
+def halve(model: Any, optimizer: Any) -> None:
+    for _, parameter in model.named_parameters():
+        parameter.grad = parameter.grad / 2
+
+
+def scale_each(model: Any, optimizer: Any) -> None:
+    for _, parameter in model.named_parameters():
+        parameter.grad /= parameter.grad.norm()
+
+
+def clear_first_layers(model: Any, optimizer: Any) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.grad *= not name.startswith("student")
+
+
+def add_noise(model: Any, optimizer: Any) -> None:
+    for parameter in model.parameters():  # all, so that all ranks draw the same numbers
+        parameter.grad += torch.randn_like(parameter) * 0.01
+
+
+def train_with(change: Callable[[Any, Any], None], steps: int) -> None:
+    accelerator, model = prepare_pair()
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        accelerator.forward_backward(model, (torch.randn(4, 4), torch.randn(4, 4)), F.mse_loss)
+        change(model, optimizer)
+        optimizer.step()
+
+
+def clip_late(model: Any, optimizer: Any) -> None:
+    optimizer.calls = getattr(optimizer, "calls", 0) + 1
+    if optimizer.calls > 2:
+        scale_named(model, optimizer)
+
+
+def refuse_changes(change: Callable[[Any, Any], None], steps: int) -> None:
+    with pytest.raises(StateError, match="scaled their gradients by different factors") as error:
+        train_with(change, steps)
+    assert "accelerator.clip_grad_norm_(model.parameters(), max_norm)" in str(error.value)
+
+
+@pytest.mark.parametrize(("change", "steps"), [(scale_all, 1), (scale_named, 1), (clip_late, 4)])
+def test_gradients_that_ranks_scale_by_their_own_norms_are_refused(
+    run: Run, change: Callable[[Any, Any], None], steps: int
+) -> None:
+    run(refuse_changes, change, steps)
+
+
+def clip_whole_norm(model: Any, optimizer: Any) -> None:
+    Accelerator().clip_grad_norm_(model.parameters(), 0.01)
+
+
+@pytest.mark.parametrize("change", [halve, scale_each, clear_first_layers, add_noise, clip_whole_norm])
+def test_gradients_may_be_changed_without_the_norm_of_one_rank(
+    run: Run, change: Callable[[Any, Any], None]
+) -> None:
+    run(train_with, change, 3)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
-from types import SimpleNamespace
+from types import CellType, FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,9 +104,10 @@ class RecomputedForward:
         versions = _versions_of(inputs) if inputs else []
         context_fn = self.options.get("context_fn", noop_context_fn)
         compiles = torch.compiler.is_compiling()
-        generators, is_first = self.generators or [], self.generators is None and not compiles
+        is_first = self.generators is None and not compiles
         if is_first:
-            self.generators = generators
+            self.generators = _generators_near(self.module)
+        generators = self.generators or []
         objects = [] if compiles else _objects_of(self.module, inputs)
         contexts = partial(
             _contexts_with_state, self.module, context_fn, versions, generators, objects, is_first
@@ -140,12 +141,30 @@ def _objects_of(block: nn.Module, inputs: Sequence[object]) -> list[object]:
     return list({id(value): value for value in (*values, *inputs) if _is_of_program(value)}.values())
 
 
+def _generators_near(block: nn.Module) -> list[torch.Generator]:
+    """Returns the generators of the classes of a block and of the Python modules that define them.
+
+    A forward may draw from one of them only later.
+    """
+    classes = {kind for part in block.modules() for kind in type(part).__mro__ if not _is_known(kind)}
+    modules = filter(None, map(sys.modules.get, {kind.__module__ for kind in classes}))
+    values = [value for space in (*classes, *modules) for value in vars(space).values()]
+    functions = [value for value in values if isinstance(value, FunctionType)]
+    cells = [cell for function in functions for cell in function.__closure__ or () if cell != CellType()]
+    values += [cell.cell_contents for cell in cells]
+    return list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
+
+
+def _is_known(kind: type) -> bool:
+    """Returns whether a class is one of Python, torch or an engine."""
+    return kind.__module__.partition(".")[0] in LIBRARIES
+
+
 def _is_of_program(value: object) -> bool:
     """Returns whether a value has attributes and is of a class that is not one of Python or an engine."""
     if isinstance(value, SimpleNamespace):
         return True
-    package, _, _ = type(value).__module__.partition(".")
-    is_known = isinstance(value, (nn.Module, Tensor, type)) or package in LIBRARIES
+    is_known = isinstance(value, (nn.Module, Tensor, type)) or _is_known(type(value))
     return hasattr(value, "__dict__") and not is_known
 
 

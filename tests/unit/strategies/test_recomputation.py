@@ -699,6 +699,41 @@ def test_lists_and_dicts_of_inputs_may_grow(adds: bool) -> None:
     torch.testing.assert_close(*found)
 
 
+GENERATOR = torch.Generator()
+
+
+def late_noise(generator: torch.Generator | None) -> nn.Module:
+    """Returns a layer that draws in later forward passes only, from a variable of its file or function."""
+
+    class LateNoise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.is_noisy = nn.Linear(WIDTH, WIDTH), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            noise = torch.randn(x.shape, generator=generator or GENERATOR) if self.is_noisy else 1.0
+            return torch.tanh(self.linear(x * noise))  # type: ignore[no-any-return]
+
+    return LateNoise()
+
+
+@pytest.mark.parametrize("of_function", [True, False])
+def test_a_recomputation_repeats_the_draws_that_a_later_forward_begins(of_function: bool) -> None:
+    generator = torch.Generator() if of_function else None
+    plain = nn.Sequential(*(late_noise(generator) for _ in range(2)))
+    found = copy.deepcopy(plain)
+    recompute(found, list(found))
+    inputs = torch.randn(SAMPLES, WIDTH)
+    for model in (plain, found):
+        (generator or GENERATOR).manual_seed(0)
+        for number in range(3):
+            for layer in model:
+                layer.is_noisy = number > 0
+            model(inputs).square().sum().backward()
+    for expected, parameter in zip(plain.parameters(), found.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=0, atol=0)
+
+
 class Noisy(nn.Module):
     """Layer that adds noise from a generator of its own, or from that of the module of Python."""
 

@@ -22,6 +22,7 @@ from accelerate.parallelism_config import MeshAxis
 from accelerate.planning import Layout
 from accelerate.strategies.dtensors import named_parameters
 from accelerate.strategies.layer import Layer, Norm, WeakStrategy
+from accelerate.strategies.pipeline.gradient_scales import GradientScales
 from accelerate.strategies.pipeline.runner import Pipeline
 from accelerate.strategies.pipeline.stages import is_split
 from accelerate.strategies.pipeline.state import PipelineState
@@ -75,6 +76,7 @@ class PipelineAxis(Layer):
         self.pipelines: dict[nn.Module, Pipeline] = {}
         self._end_watch: Callable[[], None] | None = None
         self.optimizer_names: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._scales: WeakKeyDictionary[Any, GradientScales] = WeakKeyDictionary()
         dim = mesh.mesh_dim_names.index(AXIS)
         row = mesh.mesh.movedim(dim, 0)[dist.get_rank(self.group)]
         self.first_rank = int(row.min())
@@ -105,6 +107,9 @@ class PipelineAxis(Layer):
         models = list(dict.fromkeys([*prepared.models, *bundle.models]))
         for optimizer in dict.fromkeys([*prepared.optimizers, *bundle.optimizers]):
             state.gather_names(optimizer, models)
+            if self._config.verify and optimizer not in self._scales:
+                self._scales[optimizer] = GradientScales(self.group, self._device)
+                optimizer.observers = (*optimizer.observers, self._scales[optimizer])
 
     def _keep_own_layers(self, model: nn.Module) -> None:
         """Removes the layers of other ranks from a model, and their parameters from optimizers."""
@@ -183,6 +188,8 @@ class PipelineAxis(Layer):
         total: Tensor = pipeline.train(batch, loss_fn, to_backward, is_sum=is_sum, reduces_gradients=reduces)
         if gradients.sync_gradients:
             pipeline.sum_shared_gradients()
+            for optimizer, scales in self._scales.items():
+                scales.after_batch(optimizer.parameters())
         return total
 
     def gradient_norm(self, norm: Norm, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
