@@ -485,6 +485,38 @@ def draw_step() -> Picture:
     return picture
 
 
+def draw_run() -> Picture:
+    """Show the four kinds of objects of a run."""
+    picture = Picture(
+        "The objects of a run",
+        "A strategy has layers, which change models and steps. A prepared loader has a position in the data. "
+        "Observers of the run are called at its events. State items list what is saved, and checkpoints, "
+        "recent checkpoints, replica groups and local SGD read them.",
+        344,
+    )
+    picture.text(14, 26, "How a run is distributed", "head")
+    picture.box(14, 36, 84, 46, "Strategy", "plain")
+    for number, words in enumerate(("Layer\npipeline", "Layer\nexperts", "Layer\nrecompute")):
+        picture.box(112 + 92 * number, 36, 84, 46, words, "a", "small")
+    picture.text(14, 112, "One step", "head")
+    events = ("batch_read", "backward", "before_step", "after_step")
+    for number, words in enumerate(events):
+        x = 14 + 95 * number
+        picture.box(x, 122, 85, 34, words, "plain", "code")
+        if number:
+            picture.arrow((x - 10, 139), (x, 139))
+        picture.arrow((x + 42, 156), (x + 42, 184))
+    picture.arrow((151, 82), (151, 122))
+    picture.box(14, 184, 370, 34, "Observers: step clock, averages, replica groups", "b", "small")
+    picture.text(14, 246, "What is saved", "head")
+    picture.box(14, 256, 84, 34, "Position", "d")
+    picture.box(112, 256, 272, 34, "State items: models, optimizers, loaders", "c", "small")
+    picture.arrow((98, 273), (112, 273))
+    picture.arrow((248, 290), (248, 308))
+    picture.text(248, 326, "checkpoints, recent ones, groups, local SGD", "middle small")
+    return picture
+
+
 def draw_scale() -> Picture:
     """Show how many requests the store gets per second as ranks are added."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
@@ -570,6 +602,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "tiers": draw_tiers,
     "offload": draw_offload,
     "packages": draw_packages,
+    "run": draw_run,
     "step": draw_step,
     "scale": draw_scale,
     "failure": draw_failure,

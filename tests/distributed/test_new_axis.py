@@ -49,13 +49,21 @@ from accelerate import Accelerator
 accelerator = Accelerator()
 model = torch.nn.Linear(1, 1, bias=False)
 torch.nn.init.ones_(model.weight)
-model, loader = accelerator.prepare(model, DataLoader(torch.arange(4.0).unsqueeze(1), batch_size=2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(torch.arange(4.0).unsqueeze(1), batch_size=2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 batches = [batch.flatten().tolist() for batch in loader]
 outputs = [model(batch).flatten().tolist() for batch in loader]
+weights = []
+for batch in loader:
+    accelerator.backward(model(batch).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    weights.append(round(accelerator.unwrap_model(model).weight.item(), 4))
 names = list(accelerator.torch_device_mesh.mesh_dim_names)
 path = f"{sys.argv[1]}/{accelerator.process_index}.json"
 with open(path, "w") as file:
-    json.dump({"names": names, "batches": batches, "outputs": outputs}, file)
+    json.dump({"names": names, "batches": batches, "outputs": outputs, "weights": weights}, file)
 accelerator.end_training()
 """
 
@@ -84,5 +92,6 @@ def test_an_axis_of_the_recipe_trains_on_two_ranks(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
     batches = [[0.0, 1.0], [2.0, 3.0]]
-    expected = {"names": ["xp"], "batches": batches, "outputs": [[0.0, 2.0], [4.0, 6.0]]}
+    outputs, weights = [[0.0, 2.0], [4.0, 6.0]], [0.9, 0.4]
+    expected = {"names": ["xp"], "batches": batches, "outputs": outputs, "weights": weights}
     assert ranks == [expected, expected]
