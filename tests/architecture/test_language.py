@@ -66,7 +66,7 @@ def pattern_of(*words: str) -> re.Pattern[str]:
 ANY = pattern_of(*INSTEAD)
 
 
-def test_texts_and_names_contain_no_house_words() -> None:
+def test_texts_and_names_contain_no_words_of_the_list() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in texts()

@@ -143,7 +143,7 @@ def differences_when_exchanging_each_round() -> list[tuple[Any, list[float]]]:
     return all_differences(gradient_accumulation_plugin=plugin)
 
 
-def test_the_same_when_each_round_exchanges(run: Run) -> None:
+def test_sync_each_batch_gives_the_gradients_of_one_process(run: Run) -> None:
     for case, differences in run(differences_when_exchanging_each_round)[0]:
         assert max(differences) <= 1e-6, (case, differences)
 

@@ -131,7 +131,7 @@ def test_two_processes_share_each_sequence(run: Run, alone: dict[int, Any], rota
 @pytest.mark.parametrize(
     "attention", ["by name", "by causal mask", pytest.param("by keyword", marks=pytest.mark.slow)]
 )
-def test_attention_reaches_over_all_however_it_is_called(
+def test_attention_covers_the_whole_sequence_with_each_implementation(
     run: Run, alone: dict[int, Any], attention: str
 ) -> None:
     check(run(train, {"cp_size": 2}, BATCH, "allgather", False, attention), alone[BATCH])

@@ -227,7 +227,7 @@ def test_damaged_records_do_not_disturb_the_run(run_in_terminal: Run) -> None:
     assert (ended.code, ended.raw) == (0, b"trained\r\n")
 
 
-def test_a_launch_without_it_loads_nothing_for_it(tmp_path: Path) -> None:
+def test_a_launch_without_a_live_view_loads_no_module_for_it(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("")
     modules = "('rich', 'torch', 'accelerate.launch.printed_views', 'accelerate.monitoring')"
     program = (

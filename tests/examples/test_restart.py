@@ -81,7 +81,7 @@ def test_killed_once(tmp_path: Path, undisturbed: str, die_at: int, last_saved: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True], ids=["blocking", "background"])
-def test_killed_twice(tmp_path: Path, undisturbed: str, background: bool) -> None:
+def test_a_run_that_is_killed_twice_resumes_twice(tmp_path: Path, undisturbed: str, background: bool) -> None:
     """The second kill is in a restarted run, which had itself resumed from a checkpoint."""
     options = ["--die_at", "38", "77", *(["--background"] if background else [])]
     starts, weights, _ = train(tmp_path, *options, restarts=2)

@@ -210,7 +210,9 @@ def test_items_that_are_whole_batches(size: int, world: int, even: bool) -> None
 
 @SETTINGS
 @given(SIZES, BATCH_SIZES, st.integers(1, 4), FLAGS, FLAGS)
-def test_dispatched_rounds(size: int, batch_size: int, groups: int, split: bool, drop_last: bool) -> None:
+def test_global_batches_have_the_samples_of_the_source(
+    size: int, batch_size: int, groups: int, split: bool, drop_last: bool
+) -> None:
     batches = [torch.tensor(chunk) for chunk in chunks(list(range(size)), batch_size)]
     if drop_last and len(batches[-1]) < batch_size:
         batches.pop()

@@ -168,7 +168,7 @@ def test_a_schedule_without_an_end_gives_no_warning(build: Build, caplog: pytest
     assert not caplog.messages
 
 
-def test_state_passes_through() -> None:
+def test_the_state_is_that_of_the_inner_scheduler() -> None:
     optimizer, scheduler = make()
     optimizer.step()
     scheduler.step()

@@ -80,7 +80,7 @@ def test_outside_of_a_window_losses_are_not_rescaled() -> None:
         weight.grad = None
 
 
-def test_a_loader_read_in_another_keeps_its_place() -> None:
+def test_a_loader_read_inside_another_does_not_change_the_active_loader() -> None:
     accelerator, loader = accelerator_with(2, 4)
     evaluation = accelerator.prepare(DataLoader([0, 1, 2], batch_size=2))
     for window in accelerator.windows(loader):

@@ -53,7 +53,7 @@ def test_the_oldest_checkpoints_are_removed(tmp_path: Path, keep: int, left: lis
     assert [path.name for path in gone] == [f"checkpoint_{n}" for n in range(1, 6) if n not in left]
 
 
-def test_the_newest_complete_one_always_stays(tmp_path: Path) -> None:
+def test_the_newest_complete_checkpoint_is_kept(tmp_path: Path) -> None:
     make(tmp_path, 1, 2)
     make(tmp_path, 3, 4, complete=False)
     retention.prune(tmp_path, 1)

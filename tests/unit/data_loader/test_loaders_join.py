@@ -52,7 +52,7 @@ def test_a_rank_that_has_run_out_is_filled_from_its_first_batch() -> None:
     assert padding_record == {1: (1, 3), 2: (0, 2)}
 
 
-def test_a_share_smaller_than_the_filler_is_repeated() -> None:
+def test_a_share_smaller_than_its_padding_is_repeated() -> None:
     taken, _ = take(batches(1), [4, 4])
     assert taken == [([0] * 4, False), ([0] * 4, True)]
 

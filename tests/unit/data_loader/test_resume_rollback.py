@@ -118,7 +118,7 @@ def test_new_objects_go_on_as_without_a_break(tmp_path: Path, kind: str, statefu
 
 
 @pytest.mark.parametrize(("kind", "stateful"), CASES)
-def test_objects_that_were_rolled_back_go_on_as_without_a_break(
+def test_objects_that_were_rolled_back_continue_as_without_an_interruption(
     tmp_path: Path, kind: str, stateful: bool
 ) -> None:
     config = {"use_stateful_dataloader": stateful}
@@ -162,7 +162,7 @@ def test_the_state_of_a_dataset_is_saved_between_epochs() -> None:
     assert resume.capture_stream(loader)["dataset"]["state"] == {"index": 0, "epoch": 1}
 
 
-def test_a_dataset_that_begins_anew_after_a_pass_left_early_still_does_so(tmp_path: Path) -> None:
+def test_a_dataset_that_restarts_after_an_unfinished_pass_restarts_after_a_resume(tmp_path: Path) -> None:
     reader = Reader("restart", {})
     next(iter(reader.loader))
     reader.accelerator.save_state(tmp_path)

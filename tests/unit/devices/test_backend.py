@@ -26,7 +26,7 @@ def accelerator(request):
     return request.param
 
 
-def test_every_row_answers_the_whole_interface(backend, fake_torch):
+def test_every_row_implements_the_interface(backend, fake_torch):
     assert backend.available()
     assert backend.count() in (1, 4)
     assert backend.current() in (0, 2)

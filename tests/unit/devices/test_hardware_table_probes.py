@@ -41,7 +41,7 @@ def test_check_device_looks_for_one(name, fake_torch):
     assert BY_NAME[name](check_device=True) is False
 
 
-def test_nothing_is_there_on_a_cpu_machine(monkeypatch):
+def test_probes_find_no_accelerator_on_a_cpu_machine(monkeypatch):
     monkeypatch.setattr(hardware_table, "detect", lambda: CPU)
     for name in set(BY_NAME) - {"cuda", "xpu", "mps"}:
         assert BY_NAME[name]() is False

@@ -86,7 +86,7 @@ def pair() -> Pair:
     return first, second
 
 
-def test_of_two_simultaneous_requests_one_is_the_first(pair: Pair) -> None:
+def test_only_one_of_two_simultaneous_requests_is_the_first(pair: Pair) -> None:
     first, second = pair
     assert first.events().asked == 0
     assert [first.ask(0), second.ask(0)] == [True, False]

@@ -59,7 +59,7 @@ def wait_for(pid: int, status: str) -> None:
         time.sleep(0.01)
 
 
-def test_a_process_sleeps_and_is_stopped() -> None:
+def test_sleeping_and_stopped_processes_are_described() -> None:
     with subprocess.Popen(SLEEPING, stdin=subprocess.PIPE) as process:
         wait_for(process.pid, psutil.STATUS_SLEEPING)
         assert processes.describe(process.pid).startswith("sleeps")

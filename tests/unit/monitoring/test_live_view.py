@@ -164,7 +164,7 @@ def test_each_conclusion_that_holds_is_shown_once(tmp_path: Path) -> None:
     assert "straggler" not in text
 
 
-def test_of_many_ranks_the_remarkable_ones_are_shown(tmp_path: Path) -> None:
+def test_only_unusual_ranks_of_many_are_shown(tmp_path: Path) -> None:
     compute = {"least": 1.0, "mean": 1.0, "most": 1.4}
     more: dict[int, list[Record]] = {
         0: [RankTimes(time=NOW, first=1, last=9, compute=compute, slowest=60)],

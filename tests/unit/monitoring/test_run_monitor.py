@@ -422,7 +422,7 @@ print("the end")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["failure", "open", "write"])
-def test_a_file_system_that_does_not_respond_does_not_keep_the_process(case: str, tmp_path: Path) -> None:
+def test_a_process_ends_although_the_file_system_does_not_respond(case: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", BLOCKS, str(tmp_path), case]
     environ = {**os.environ, "ACCELERATE_RUN_RECORDS": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)

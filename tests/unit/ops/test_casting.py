@@ -90,7 +90,7 @@ def test_a_model_with_a_wrapped_forward_is_copied_whole(copy_of: Any) -> None:
     assert model(torch.ones(1, 2)).tolist() != [[3.0, 3.0]]
 
 
-def test_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_converted_forward_compiles_in_one_graph(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it when it is not there
     model = HalfModel()
     expected = model(torch.ones(1, 2)).float()

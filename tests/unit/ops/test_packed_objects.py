@@ -62,7 +62,7 @@ def test_the_source_of_a_broadcast_keeps_its_object(obj: Any, with_header: bool)
 
 @pytest.mark.parametrize("with_header", [True, False])
 @pytest.mark.parametrize("numbers", [[], [3, -4], list(range(3000))])
-def test_numbers(with_header: bool, numbers: list[int]) -> None:
+def test_integers_of_all_ranks_are_gathered(with_header: bool, numbers: list[int]) -> None:
     assert gather_integers(numbers, Mirror(with_header), CALL) == [numbers, numbers]
 
 

@@ -72,7 +72,7 @@ def trace(variant: Variant) -> Trace:
 PLANNER = Planner(trace)
 
 
-def test_a_plan_answers_for_its_layout() -> None:
+def test_a_plan_has_the_peak_and_batch_sizes_of_its_layout() -> None:
     plan = build_plan(PLANNER, Layout(), 2)
     assert plan.peak == 3400
     assert plan.largest_batch_size(4200) == 10

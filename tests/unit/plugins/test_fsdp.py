@@ -265,7 +265,7 @@ def test_objects_of_torch_are_returned_unchanged() -> None:
 
 
 @pytest.mark.parametrize("number", ["0", "6", 6])
-def test_numbers_of_strategies_end(number: Any) -> None:
+def test_an_unknown_strategy_number_is_refused(number: Any) -> None:
     with pytest.raises(ConfigurationError, match="sharding_strategy"):
         choices.read_strategy("sharding_strategy", number)
 

@@ -168,7 +168,7 @@ def test_lists_are_written_with_commas_and_saved_as_lists() -> None:
     assert "command_file" not in mapping
 
 
-def test_every_question_can_come() -> None:
+def test_every_question_has_a_condition_that_can_be_met() -> None:
     """No question has a condition that cannot be met."""
     answers: list[dict[str, Any]] = [
         {"mixed_precision": "fp8", "fp8_backend": backend} for backend in ("te", "ao", "msamp")
@@ -216,7 +216,7 @@ def test_questions_are_answered_by_lines() -> None:
         ("", "The input ended before the question 'Which.*' was answered"),
     ],
 )
-def test_a_wrong_line_ends_it(text: str, problem: str) -> None:
+def test_an_invalid_line_of_a_file_raises_an_error(text: str, problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem):
         lines(text).choose("Which?", ("a", "b"), "a")
     with pytest.raises(ConfigurationError, match="neither yes nor no"):

@@ -41,14 +41,14 @@ class DeepSpeed:
         self.selected = False
 
 
-def test_only_an_accelerator_fills_it() -> None:
+def test_only_an_accelerator_initializes_the_state() -> None:
     with pytest.raises(ValueError, match="no `Accelerator` was built yet"):
         AcceleratorState()
     assert AcceleratorState._shared_state == {}
     assert not is_initialized()
 
 
-def test_keys() -> None:
+def test_the_state_has_the_expected_keys() -> None:
     state = build()
     assert is_initialized()
     assert state.__dict__ is AcceleratorState._shared_state

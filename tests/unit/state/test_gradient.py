@@ -32,7 +32,7 @@ def test_a_fresh_state() -> None:
     assert "sync_gradients=True" in repr(state)
 
 
-def test_shared_until_reset() -> None:
+def test_the_state_is_shared_until_it_is_reset() -> None:
     state = GradientState()
     state._set_sync_gradients(False)
     assert GradientState().sync_gradients is False
@@ -80,7 +80,7 @@ def test_the_innermost_loader_counts() -> None:
     assert state.dataloader_references == [None]
 
 
-def test_a_loader_read_twice_leaves_once() -> None:
+def test_a_loader_that_was_added_twice_is_removed_once_for_each_call() -> None:
     state, loader = GradientState(), Loader()
     state._add_dataloader(loader)
     state._add_dataloader(loader)

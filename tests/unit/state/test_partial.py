@@ -164,7 +164,7 @@ def test_an_unavailable_device_is_refused(
 
 
 @pytest.mark.parametrize("name", ["cpu:128", "cpu:first", "cpu:-1"])
-def test_a_number_that_no_cpu_has(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_cpu_index_above_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", name)
     with pytest.raises(ConfigurationError, match=f"'{name}': torch counts CPUs up to 127"):
         PartialState()

@@ -15,7 +15,9 @@ from accelerate.state import plan_split, split_for_rank
 
 
 @given(st.integers(0, 40), st.integers(1, 7), st.booleans())
-def test_every_element_once_and_the_first_take_more(length: int, size: int, apply_padding: bool) -> None:
+def test_each_element_is_in_one_share_and_the_first_shares_are_larger(
+    length: int, size: int, apply_padding: bool
+) -> None:
     shares = [plan_split(length, size, rank, apply_padding) for rank in range(size)]
     assert [index for start, end, _ in shares for index in range(start, end)] == list(range(length))
     taken = [end - start for start, end, _ in shares]

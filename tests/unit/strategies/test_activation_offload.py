@@ -118,7 +118,7 @@ def alive() -> int:
     )
 
 
-def test_nothing_but_the_last_inputs_stays_and_nothing_is_left(
+def test_only_the_last_inputs_stay_on_the_device_until_backward(
     monkeypatch: pytest.MonkeyPatch, events: list[str]
 ) -> None:
     monkeypatch.setattr(Recorded, "to_host", lambda self, tensor: (tensor.double(), Copy(tensor)))

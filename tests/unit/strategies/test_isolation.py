@@ -152,7 +152,7 @@ def test_the_first_layer_that_leaks_is_named(model: nn.Module, where: str, cause
     assert cause in str(caught.value)
 
 
-def test_nothing_of_the_model_changes() -> None:
+def test_a_check_does_not_change_the_model() -> None:
     accelerator, model = Accelerator(cpu=True), Model(clean())
     model = accelerator.prepare(model)
     model(**batch()).sum().backward()

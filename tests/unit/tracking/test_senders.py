@@ -138,7 +138,7 @@ def test_an_error_is_raised_at_the_end_and_ends_everything_else() -> None:
     assert other.ended
 
 
-def test_no_more_values_wait_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_queued_values_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(senders, "CAPACITY", 2)
     gate = threading.Event()
     tracker = Slow(gate.wait)

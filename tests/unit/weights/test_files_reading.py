@@ -77,7 +77,7 @@ def entry(**changes: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_a_header_that_cannot_be(tmp_path: Path, header: Any) -> None:
+def test_an_invalid_header_raises_an_error(tmp_path: Path, header: Any) -> None:
     text = json.dumps(header).encode()
     (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     with pytest.raises(CheckpointError, match="x cannot be read as safetensors"):

@@ -30,7 +30,7 @@ def test_a_machine_that_listens_is_reached() -> None:
 
 
 @pytest.mark.parametrize(("processes", "who"), [(2, "rank 1"), (4, "ranks 2 to 3")])
-def test_a_machine_that_never_listens_is_named(processes: int, who: str) -> None:
+def test_an_error_names_a_machine_that_does_not_listen(processes: int, who: str) -> None:
     port = get_free_port()
     plan = at("127.0.0.1", port, processes=processes)
     with pytest.raises(LaunchError) as caught:

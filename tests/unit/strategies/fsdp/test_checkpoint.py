@@ -119,7 +119,7 @@ def test_damaged_files_are_named_and_change_nothing(tmp_path: Path, form: str) -
 
 
 @pytest.mark.parametrize("form", FORMS[:2])
-def test_a_full_disk_leaves_what_was_there(
+def test_a_full_disk_keeps_the_existing_files(
     tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accelerator, model, _ = prepared(1)
