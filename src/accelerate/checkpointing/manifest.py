@@ -58,8 +58,8 @@ class Manifest:
     """Facts about a checkpoint and its files.
 
     Besides the keys above, `run` has "sync_gradients" and "num_steps" of the current window, the counters of
-    optimizers and schedulers (`accelerator/state_items.py`), and "gradient_order", the order of the buckets of each
-    model.
+    optimizers and schedulers (`accelerator/state_items.py`), and "gradient_order", the order of the buckets
+    of each model.
     """
 
     files: Mapping[str, FileRecord]  # all files but this one, by path
