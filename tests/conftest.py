@@ -35,6 +35,7 @@ FIXED_VARIABLES = {
 STATES = ("AcceleratorState", "PartialState", "GradientState")
 PATIENCE = 5.0  # seconds that threads and processes get to end after their test
 POLL = 0.02
+SECONDS_OF_SLOW_TESTS = 900  # of tests without a timeout of their own, on a busy machine
 
 if not hasattr(psutil.Process, "net_connections"):  # its name since psutil 6
     psutil.Process.net_connections = psutil.Process.connections
@@ -61,7 +62,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out FSDP 1 on the simulated device, where torch does not replace the data of parameters."""
+    """Give slow tests more time, and leave out FSDP 1 on the simulated device.
+
+    There torch does not replace the data of parameters.
+    """
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SECONDS_OF_SLOW_TESTS))
     if "SIMULATED_DEVICES" not in os.environ:  # see tests/simulated_device
         return
     left_out = [item for item in items if trains_with_fsdp1(item)]
