@@ -29,6 +29,8 @@ class System:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder, self.output = name, folder, folder / "output"
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir()
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, *words: object) -> subprocess.Popen[bytes]:
@@ -36,6 +38,7 @@ class System:
             "PYTHONPATH": str(HERE / "simulation"),
             "SIMULATED_SYSTEM": self.name,
             "SIMULATED_FOLDER": str(self.folder),
+            "TMPDIR": str(self.temporary),  # where files in use cannot be removed either
             "PYTHONWARNDEFAULTENCODING": "1",
             "PYTHONWARNINGS": "ignore::EncodingWarning",
             "PYTHONIOENCODING": "cp1252",

@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -138,20 +139,24 @@ PREFIX = "accelerate-launch-"
 LOCK = "launcher.lock"
 
 
-def open_folder() -> tuple[Path, IO[bytes]]:
-    """Returns a new folder and its locked file, which stays open during the launch."""
+def open_folder() -> tuple[Path, AbstractContextManager[object]]:
+    """Returns a new folder and its lock, which is held during the launch and does nothing on Windows."""
     root = Path(tempfile.gettempdir())
     for path in root.glob(f"{PREFIX}*/{LOCK}"):
         _remove_abandoned(path)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    file = (folder / LOCK).open("wb")
-    _lock(file)
-    return folder, file
+    lock: AbstractContextManager[object] = nullcontext()
+    if sys.platform != "win32":
+        path = folder / f"new-{LOCK}"
+        lock = file = path.open("wb")
+        _lock(file)
+        path.rename(folder / LOCK)  # once it is locked, because other launchers look for unlocked files
+    return folder, lock
 
 
 def keep(folder: Path) -> None:
     """Keeps a folder after the launch."""
-    (folder / LOCK).unlink()
+    (folder / LOCK).unlink(missing_ok=True)
 
 
 def _remove_abandoned(path: Path) -> None:
