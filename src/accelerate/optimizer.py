@@ -252,6 +252,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group to the inner optimizer."""
         self.optimizer.add_param_group(param_group)
+        self._observers.group_added(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of the inner optimizer, with its tensors on the device of their parameters.

@@ -421,12 +421,12 @@ def test_weights_of_other_stages_are_freed(run: Run) -> None:
 # Uneven batches, losses and errors
 
 
-def train_sums(processes: int) -> list[float]:
+def train_sums(processes: int, steps: int) -> list[float]:
     """Trains with sums over the tokens that count, whose number differs between micro-batches."""
-    accelerator = make_accelerator("", "1f1b", processes)
+    accelerator = make_accelerator("", "1f1b", processes, gradient_accumulation_steps=steps)
     model, optimizer, _ = build(accelerator)
     losses = []
-    for size in (7, 3, 8):
+    for size in (7, 3, 8, 5):
         generator = torch.Generator().manual_seed(size)
         batch = {name: torch.randint(11, (size, 4), generator=generator) for name in ("ids", "targets")}
         batch["targets"][0] = -100
@@ -443,9 +443,10 @@ def sum_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
 
 
-def test_sums_over_items_are_those_of_one_process(run: Run) -> None:
-    (expected,) = run(train_sums, 1, processes=1)
-    for found in run(train_sums, 2, processes=2):
+@pytest.mark.parametrize("steps", [1, 2])
+def test_sums_over_items_are_those_of_one_process(run: Run, steps: int) -> None:
+    (expected,) = run(train_sums, 1, steps, processes=1)
+    for found in run(train_sums, 2, steps, processes=2):
         assert found == pytest.approx(expected, rel=1e-6)
 
 
@@ -529,6 +530,39 @@ def test_layers_of_one_stage_may_be_trained_later(run: Run, kind: str) -> None:
     torch.testing.assert_close(results[0][1], state, rtol=1e-4, atol=1e-6)
 
 
+def train_new_group(folder: Path, processes: int) -> list[float]:
+    """Trains blocks of both stages from the second step on, in a group that is added."""
+    accelerator = make_accelerator("", "1f1b", processes)
+    torch.manual_seed(0)
+    model: Any = Net()
+    model.blocks[1:3].requires_grad_(False)
+    adam = torch.optim.Adam([parameter for parameter in model.parameters() if parameter.requires_grad])
+    model, optimizer = accelerator.prepare(model, adam)
+    batch = {"ids": torch.arange(32).view(8, 4) % 11, "targets": torch.arange(32).view(8, 4) % 7}
+    losses = []
+    for step in range(4):
+        if step == 1:
+            model.blocks[1:3].requires_grad_(True)
+            optimizer.add_param_group({"params": model.blocks[1:3].parameters(), "lr": 0.1})
+        losses.append(float(accelerator.forward_backward(model, batch, mean_loss)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            accelerator.save_state(str(folder))
+    accelerator.load_state(str(folder))
+    losses.append(float(accelerator.forward_backward(model, batch, mean_loss)))
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(float(accelerator.forward_backward(model, batch, mean_loss)))
+    return losses
+
+
+def test_an_added_group_has_parameters_of_several_stages(run: Run, tmp_path: Path) -> None:
+    (expected,) = run(train_new_group, tmp_path / "whole", 1, processes=1)
+    for found in run(train_new_group, tmp_path / "stages", 2, processes=2):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def use_wrongly() -> None:
     accelerator = make_accelerator("", "1f1b", 2)
     model, _, loader = build(accelerator)
@@ -538,6 +572,8 @@ def use_wrongly() -> None:
     if accelerator.is_main_process:
         with pytest.raises(StateError, match="is on stage 1 of the pipeline"):
             model.norm(torch.zeros(1, 8))
+    with pytest.raises(ConfigurationError, match="pass detached tensors"):
+        accelerator.forward_backward(model, {**batch, "bias": torch.ones(2, requires_grad=True)}, mean_loss)
     accelerator.forward_backward(model, batch, mean_loss)
     own = [parameter for _, parameter in model.named_parameters()]
     with pytest.raises(StateError, match="of the stages of this rank only"):

@@ -275,6 +275,7 @@ class Observers:
         before_step: Called with an optimizer before its step.
         after_update: Called with the optimizer, not for all of a run, after a step that updated parameters.
         after_step: Called with an optimizer and the number of its updates after a step, also if it fails.
+        group_added: Called with an optimizer after a parameter group was added to it.
         before_state_dict: Called without arguments before an optimizer returns its state dict.
         before_load: Called with a state dict before an optimizer loads it.
         after_load: Called without arguments after an optimizer has loaded a state dict.
@@ -300,6 +301,7 @@ class Observers:
     before_step: Notify = staticmethod(do_nothing)
     after_update: Notify = staticmethod(do_nothing)
     after_step: Notify = staticmethod(do_nothing)
+    group_added: Notify = staticmethod(do_nothing)
     before_state_dict: Notify = staticmethod(do_nothing)
     before_load: Notify = staticmethod(do_nothing)
     after_load: Notify = staticmethod(do_nothing)

@@ -162,9 +162,10 @@ def is_view_of_flat_parameter(tensor: Tensor) -> bool:
 
 
 def parameters_and_shards(models: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Yields the parameters of models, and the shards of those that FSDP 2 has gathered now."""
+    """Yields the parameters of models on this rank, and the shards of those that FSDP 2 has gathered now."""
     for model in models:
-        yield from model.parameters()
+        # `parameters` of a pipeline also yields those of other ranks.
+        yield from (parameter for _, parameter in model.named_parameters())
         yield from (parameter.sharded_param for parameter in _parameters_of_fsdp2(model))
 
 

@@ -107,9 +107,20 @@ class PipelineAxis(Layer):
         models = list(dict.fromkeys([*prepared.models, *bundle.models]))
         for optimizer in dict.fromkeys([*prepared.optimizers, *bundle.optimizers]):
             state.gather_names(optimizer, models)
+            if self not in optimizer.observers:
+                optimizer.observers = (*optimizer.observers, self)
             if self._config.verify and optimizer not in self._scales:
                 self._scales[optimizer] = GradientScales(self.group, self._device)
                 optimizer.observers = (*optimizer.observers, self._scales[optimizer])
+
+    def group_added(self, optimizer: Any) -> None:
+        """Leaves parameters of other ranks out of a group that was added to a prepared optimizer.
+
+        Called on all ranks of the pipeline.
+        """
+        session, state = self._strategy().session, self._strategy().state
+        session.remap([optimizer])
+        state.gather_names(optimizer, session.prepared.models)
 
     def _keep_own_layers(self, model: nn.Module) -> None:
         """Removes the layers of other ranks from a model, and their parameters from optimizers."""
@@ -182,8 +193,8 @@ class PipelineAxis(Layer):
             return None
         scaler, gradients = self._strategy().precision.scaler, self._strategy().context.gradients
         to_backward = (lambda loss: scaler.scale(scale(loss))) if scaler is not None else scale
-        if scaler is not None:  # a rank without the last stage scales no loss
-            scaler.scale(torch.zeros((), device=self._device))
+        # A rank without the last stage scales no loss, but the scaler and the gradients of a window need it.
+        to_backward(torch.zeros((), device=self._device))
         reduces = gradients.sync_gradients or gradients.plugin_kwargs.get("sync_each_batch", False)
         total: Tensor = pipeline.train(batch, loss_fn, to_backward, is_sum=is_sum, reduces_gradients=reduces)
         if gradients.sync_gradients:

@@ -31,6 +31,7 @@ from accelerate.strategies.pipeline.microbatches import (
 from accelerate.strategies.pipeline.nested_tensors import (
     flatten,
     specs_of,
+    tensors_in,
     to_zeros,
 )
 from accelerate.strategies.pipeline.scheduled_stages import ScheduledStages, settings_of
@@ -113,6 +114,10 @@ class Pipeline(ScheduledStages):
         Returns:
             The loss of the batch without its scale, as a 0-d float32 tensor on all ranks of the pipeline.
         """
+        if any(tensor.requires_grad for tensor in tensors_in(batch)):
+            fix = "Compute it in the forward of the model, or pass detached tensors"
+            reason = "no gradient reaches them from the stages of other ranks"
+            raise wrong_value("batch", "tensors that need gradients", reason, fix)
         self._num_trained += 1
         is_checked = self._num_trained & (self._num_trained - 1) == 0
         self._compare_changes()
