@@ -12,8 +12,8 @@ from accelerate import torch_private
 
 MAX_COPIED = 2**16
 """Number of elements of the largest buffer whose values are copied."""
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""Attributes that each module has, such as its parameters and hooks."""
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that each module has, such as its parameters and hooks, but for its mode."""
 
 
 class SavedBuffer(NamedTuple):
@@ -154,5 +154,5 @@ def _copy_of(buffer: Tensor) -> Tensor | None:
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Returns the attributes that the class or the user of a module has added."""
+    """Returns the attributes that the class or the user of a module has added, and its mode."""
     return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}

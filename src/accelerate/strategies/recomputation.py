@@ -178,7 +178,8 @@ class BudgetedForward:
         recomputed = "nothing" if policy is None else policy.summary
         logger.info(f"Activation checkpointing of {self.name} recomputes {recomputed}.")
         if policy is not None:
-            apply_policy(policy, self.model, self.blocks, self.strategy.context)
+            # A comparison of outputs may exceed the budget.
+            apply_policy(policy, self.model, self.blocks, self.strategy.context, compares_outputs=False)
 
 
 def _cut(tensor: Tensor) -> Tensor:

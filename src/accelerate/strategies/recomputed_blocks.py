@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, noop_context_fn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    noop_context_fn,
+    set_checkpoint_early_stop,
+)
 
 from accelerate import planning, torch_private
 from accelerate.base import wrong_value
@@ -30,6 +35,7 @@ from accelerate.strategies.module_state import (
     attributes_of,
     has_replaced_parameters,
 )
+from accelerate.strategies.recomputed_values import ComparedForward, check_of
 from accelerate.strategies.request import Context
 
 if TYPE_CHECKING:
@@ -64,16 +70,26 @@ class RecomputedForward:
     """Callable that runs the forward of a module again in backward instead of keeping its activations.
 
     It is the instance attribute `forward` of the module. Hooks of the module run once. Unlike a closure it
-    can be pickled and copied with the module.
+    can be pickled and copied with the module. In calls 1, 2, 4, 8 and so on with gradients, values of the
+    recomputation are compared with those of the forward.
+
+    Args:
+        compares_outputs: Whether these recomputations run to the end, which needs memory for the outputs.
     """
 
     def __init__(
-        self, module: nn.Module, save_operators: Any = None, offload: ActivationOffload | None = None
+        self,
+        module: nn.Module,
+        save_operators: Any = None,
+        offload: ActivationOffload | None = None,
+        compares_outputs: bool = True,
     ) -> None:
         self.module = module
         self.inner: Callable[..., Any] | None = module.__dict__.get("forward")
         self.offload = offload
         self.generators: list[torch.Generator] | None = None  # besides those of modules, after a forward
+        self._num_calls = 0  # with gradients, that are not compiled
+        self._compares_outputs = compares_outputs
         self.options: dict[str, Any] = {"use_reentrant": False}
         if save_operators is not None:
             self.options["context_fn"] = partial(_contexts, save_operators)
@@ -90,29 +106,42 @@ class RecomputedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
-        if self.offload is not None:
-            return self.offload.checkpoint(self.run, args, kwargs, self._options_with_state)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and self.offload is None:
             # A graph has no code before and after a recomputation, which only buffers need in it.
             is_plain = next(self.module.buffers(), None) is None
             options = self.options if is_plain else self._options_with_state([])
             return checkpoint(self.run, *args, **options, **kwargs)
-        again, leaves = torch_private.flat_call(self.run, args, kwargs)
-        return checkpoint(again, *leaves, **self._options_with_state(leaves))
+        self._num_calls += 1
+        name, is_traced = type(self.module).__name__, any(map(_is_traced, iterate_tensors((args, kwargs))))
+        check = None if self._num_calls & (self._num_calls - 1) or is_traced else check_of(name)
+        if check is None or not self._compares_outputs:
+            return self._checkpoint(self.run, args, kwargs, check)
+        with set_checkpoint_early_stop(False):
+            return self._checkpoint(ComparedForward(self.run, name), args, kwargs, check)
 
-    def _options_with_state(self, inputs: Sequence[object]) -> dict[str, Any]:
+    def _checkpoint(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], check: str | None
+    ) -> Any:
+        options = partial(self._options_with_state, check=check)
+        if self.offload is not None:
+            return self.offload.checkpoint(run, args, kwargs, options)
+        again, leaves = torch_private.flat_call(run, args, kwargs)
+        return checkpoint(again, *leaves, **options(leaves))
+
+    def _options_with_state(self, inputs: Sequence[object], check: str | None = None) -> dict[str, Any]:
         versions = _versions_of(inputs) if inputs else []
         context_fn = self.options.get("context_fn", noop_context_fn)
         compiles = torch.compiler.is_compiling()
         is_first = self.generators is None and not compiles
         if is_first:
             self.generators = _generators_near(self.module)
-        generators = self.generators or []
+        generators = [] if self.generators is None else self.generators  # to which a first forward adds
         objects = [] if compiles else _objects_of(self.module, inputs)
         contexts = partial(
             _contexts_with_state, self.module, context_fn, versions, generators, objects, is_first
         )
-        return {**self.options, "context_fn": contexts}
+        checks = {} if check is None else {"determinism_check": check}
+        return {**self.options, **checks, "context_fn": contexts}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward and keeps its activations."""
@@ -283,10 +312,14 @@ class RestoredState:
         self._current.restore_objects()
 
 
+def _is_traced(tensor: Tensor) -> bool:
+    return tensor.is_meta or torch_private.is_fake(tensor)
+
+
 def _device_to_seed(tensors: Iterable[Tensor]) -> DeviceBackend | None:
     """Returns the device of tensors if torch does not repeat its random numbers in a recomputation."""
     for tensor in tensors:
-        if tensor.is_meta or torch_private.is_fake(tensor):
+        if _is_traced(tensor):
             continue
         device = of_device(tensor.device)
         if not (device.is_host or torch_private.repeats_random_numbers(device.torch_module())):
@@ -360,6 +393,7 @@ def recompute(
     offload: ActivationOffload | None = None,
     save_operators: Any = None,
     parallelism: ParallelismConfig | None = None,
+    compares_outputs: bool = True,
 ) -> None:
     """Applies activation checkpointing to modules inside a model, in place.
 
@@ -371,6 +405,7 @@ def recompute(
         offload: Offloads the inputs of the blocks.
         save_operators: Operators whose outputs are kept.
         parallelism: Parallelism of the run.
+        compares_outputs: As for `RecomputedForward`.
     """
     if parallelism is not None and parallelism.ep_enabled and save_operators != "matmul":
         save_operators = (*(save_operators or ()), *ROUTING)
@@ -378,7 +413,7 @@ def recompute(
     planning.disable_caches(model)
     for block in map(torch_private.uncompiled, blocks):
         if not isinstance(block.__dict__.get("forward"), RecomputedForward):
-            block.__dict__["forward"] = RecomputedForward(block, save_operators, offload)
+            block.__dict__["forward"] = RecomputedForward(block, save_operators, offload, compares_outputs)
 
 
 def recompute_in_trace(
@@ -425,7 +460,11 @@ def find_blocks(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module
 
 
 def apply_policy(
-    policy: ActivationCheckpointing, model: nn.Module, blocks: Sequence[nn.Module], context: Context
+    policy: ActivationCheckpointing,
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    context: Context,
+    compares_outputs: bool = True,
 ) -> None:
     """Applies a policy without a budget to the blocks of a model, in place."""
     offload = None
@@ -434,4 +473,5 @@ def apply_policy(
 
         offload = offload_to_host(model, context.device)
     parallelism = context.request.parallelism
-    recompute(model, blocks[:: policy.every], offload, policy.save_operators, parallelism)
+    chosen = blocks[:: policy.every]
+    recompute(model, chosen, offload, policy.save_operators, parallelism, compares_outputs)

@@ -187,6 +187,11 @@ NAMES: dict[str, PrivateName] = {
         "Runs operators on real tensors while a mode of fake tensors is active.",
         lambda: resolve_name("torch._C:_DisableTorchDispatch"),
     ),
+    "determinism_checks": PrivateName(
+        "torch.utils.checkpoint:_allowed_determinism_checks_to_fns",
+        "Functions that compare tensors with recomputed ones; `determinism_check` takes their names only.",
+        lambda: None,
+    ),
     "without_torch_functions": PrivateName(
         "torch._C:DisableTorchFunction",
         "Reads shapes of tensors inside a TorchFunctionMode without a call of the mode.",

@@ -185,6 +185,8 @@ def test_a_plan_predicts_the_activations_of_each_policy(prepared: Any, name: str
     plan = accelerator.plan_memory(
         model, optimizer, samples(), lambda model, batch: model(batch).square().mean()
     )
+    for _ in range(2):  # first calls are compared with their recomputation, which runs to the end
+        gradients(accelerator, model, samples())
     moments = plan.planner.trace_of(plan.layout, SAMPLES).forward_backward
     planned = max(moment.activations for moment in moments)
     assert planned == pytest.approx(activations_of(accelerator, model), rel=0.02)
@@ -431,7 +433,7 @@ def test_kept_operators_are_not_run_again() -> None:
 
     def count(operators: Any) -> Counter[str]:
         """Number of operators in a forward and backward pass, by name."""
-        recompute(keep_activations(layer), [layer], save_operators=operators)
+        recompute(keep_activations(layer), [layer], save_operators=operators, compares_outputs=False)
         counts.clear()
         with Count():
             layer(samples()).sum().backward()
