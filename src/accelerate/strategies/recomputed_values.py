@@ -53,9 +53,8 @@ class SavedTensor:
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         self._name, self._metadata = name, (tensor.shape, tensor.dtype, tensor.device)
-        self._has_gradient = (
-            tensor.requires_grad
-        )  # others may change in place, or have padding without values
+        # Tensors without gradients may change in place, or have padding without values.
+        self._has_gradient = tensor.requires_grad
         self._elements = _elements_of(tensor)
 
     def __repr__(self) -> str:
