@@ -16,7 +16,7 @@ from torch import nn
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.base import AccelerateError, PreparationError, StateError
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import AORecipeKwargs, DistributedType, TorchDynamoPlugin, has_compiled_regions
 
 Run = Callable[..., list[Any]]
@@ -753,12 +753,74 @@ def test_lists_and_dicts_that_a_unit_changes_are_refused(run: Run) -> None:
     run(refuse_lost_changes)
 
 
+def hook_gradients(version: int) -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, use_orig_params=True)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = Net()
+        getattr(next(model.parameters()), name)(lambda _: None)
+        with pytest.raises(PreparationError, match="hooks on the gradients of parameters"):
+            accelerator.prepare(model)
+    if version == 1:
+        return
+    model = Net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    next(model.parameters()).register_hook(lambda gradient: gradient * 2)
+    accelerator.backward(model(torch.ones(2, 3)).sum())
+    with pytest.raises(StateError, match=r"register_hook\(\) was called on 1 parameter"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_hooks_that_sharded_parameters_do_not_call_are_refused(run: Run, version: int) -> None:
+    run(hook_gradients, version)
+
+
+def regularize() -> list[torch.Tensor]:
+    """Returns gradients with a penalty on weights."""
+    torch.manual_seed(0)
+    is_sharded = PartialState().num_processes > 1
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if is_sharded else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = accelerator.prepare(Net())
+
+    def loss_of(weights: list[torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = model(torch.ones(2, 3)).square().mean()
+        return loss + sum(weight.square().sum() for weight in weights)
+
+    weights: list[Any] = list(model.parameters())
+    if is_sharded:
+        with pytest.raises(StateError, match=r"Use parameter\.full_tensor\(\) in the penalty"):
+            accelerator.backward(loss_of(weights))
+        model.zero_grad()
+    accelerator.backward(loss_of([w.full_tensor() if is_sharded else w for w in weights]))
+    return [w.grad.full_tensor() if is_sharded else w.grad for w in weights]
+
+
+def test_a_penalty_on_shards_is_refused_and_on_whole_weights_is_that_of_one_process(run: Run) -> None:
+    (expected,) = run(regularize, processes=1)
+    for found in run(regularize):
+        torch.testing.assert_close(found, expected)
+
+
+class Normalizing(nn.Module):
+    """Its kernels read weights in the derivative of a gradient without a check of their storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3), nn.LayerNorm(3)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = hidden + self.linear(self.norm(hidden)).tanh()
+        return output
+
+
 def penalize(version: int) -> str:
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version))
-    model = accelerator.prepare(Net())
+    model = accelerator.prepare(Normalizing())
     inputs = torch.ones(2, 3, requires_grad=True)
-    (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
     with pytest.raises(StateError) as error:
+        (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
         accelerator.backward((gradient.norm() - 1).square())
     return str(error.value)
 

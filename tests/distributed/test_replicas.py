@@ -271,6 +271,13 @@ def add_unused(model: Any) -> None:
     model.unused = nn.Linear(2, 2)
 
 
+def frozen_later(p: Parts) -> None:
+    for index in range(STEPS):
+        p.bare.first.requires_grad_(index == 0)
+        p.backward(p.loss())
+        p.step()
+
+
 REFUSED: dict[str, tuple[Loop, dict[str, Any], int, str]] = {
     "gradients_by_hand": (gradients_by_hand, {}, 1, "first.weight.*torch.autograd.grad.*reduce"),
     "raw_unwrapped": (raw_unwrapped, {}, 1, "first.weight.*No forward has called the model"),
@@ -279,6 +286,7 @@ REFUSED: dict[str, tuple[Loop, dict[str, Any], int, str]] = {
     "not_prepared": (not_prepared, {}, 1, "parameter 6 of group 0.*no prepared model"),
     "changed_weights": (changed_weights, {}, 2, "head.bias.*gradients are equal"),
     "unused": (unused, {"prepare": add_unused}, 1, "does not depend on unused.weight.*find_unused"),
+    "frozen_later": (frozen_later, {}, 2, "first.weight.*frozen after `prepare`.*find_unused"),
     "unscaled": (unscaled, {}, 1, "No forward has called the model"),
     "bf16": (raw_unwrapped, {"mixed_precision": "bf16"}, 1, "No forward has called the model"),
 }
@@ -307,6 +315,19 @@ def test_loops_that_cannot_be_reduced_raise_an_error_on_all_ranks(run: Run) -> N
             if name != "no error" and "check_replicas=False" not in text:
                 wrong.append(f"{name} does not name the switch: {text}")
     assert not wrong, "\n".join(wrong)
+
+
+def step_in_hooks() -> None:
+    parts = Parts()
+    optimizer = torch.optim.SGD(parts.bare.parameters(), lr=0.1)
+    for parameter in parts.bare.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(StateError, match=r"Step the optimizer after accelerator\.backward"):
+        parts.backward(parts.loss())
+
+
+def test_an_optimizer_that_steps_before_gradients_are_averaged_is_refused(run: Run) -> None:
+    run(step_in_hooks)
 
 
 # Correct programs

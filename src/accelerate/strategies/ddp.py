@@ -140,9 +140,9 @@ _NOT_MANAGED = (
     "prepare the model when all of them exist."
 )
 _UNUSED = (
-    "The loss does not depend on {}, so the backward pass may have ended before gradients were averaged. "
-    "Pass kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)], or freeze these "
-    "parameters."
+    "The loss does not depend on {}, or they were frozen after `prepare`, so the backward pass may have "
+    "ended before gradients were averaged. Pass kwargs_handlers=[DistributedDataParallelKwargs("
+    "find_unused_parameters=True)], or freeze these parameters before `prepare`."
 )
 _IN_NO_SYNC = (
     "The last forward ran without gradients or inside of no_sync(), so the backward pass did not average "
@@ -155,8 +155,20 @@ _NO_FORWARD = (
 )
 
 
+_CHANGED = (
+    "The backward pass has changed weights, such as by an optimizer that a hook on a gradient steps. "
+    "DistributedDataParallel averages gradients after these hooks, so ranks would train apart. Step the "
+    "optimizer after accelerator.backward(loss), or shard the model with FSDP 2, which calls hooks of "
+    "register_post_accumulate_grad_hook with averaged gradients."
+)
+
+
 def _version_of(gradient: Tensor | None) -> int:
     return 0 if gradient is None else torch_private.in_place_version(gradient)
+
+
+Before = tuple[nn.Parameter, Tensor | None, int, int]
+"""Parameter, its gradient, and the numbers of changes in place of the gradient and of the parameter."""
 
 
 class LateReduction:
@@ -186,26 +198,31 @@ class LateReduction:
         if self.replica.find_unused_parameters or self.replica.static_graph:
             return []
         named = self.replica.module.named_parameters()
-        return [name for name, p in named if p.grad is None and p.requires_grad and self.manages(p)]
+        return [name for name, p in named if p.grad is None and self.manages(p)]
 
     def is_left_out(self) -> bool:
         """Returns whether no backward pass has averaged gradients, because no forward called the replica."""
         return self.replica.require_forward_param_sync is not True and not self._has_averaged
 
-    def begin(self) -> list[tuple[nn.Parameter, Tensor | None, int]]:
-        """Returns a few parameters with their gradients before a backward pass."""
+    def begin(self) -> list[Before]:
+        """Returns a few parameters with their gradients and versions before a backward pass."""
         unfrozen = list(filter(_requires_grad, self._frozen))
         ends = (several[index] for several in (self._managed, unfrozen) if several for index in (0, -1))
-        return [(p, p.grad, _version_of(p.grad)) for p in ends]
+        return [(p, p.grad, _version_of(p.grad), _version_of(p)) for p in ends]
 
-    def complete(self, before: Sequence[tuple[nn.Parameter, Tensor | None, int]]) -> None:
+    def complete(self, before: Sequence[Before]) -> None:
         """Averages gradients that the backward pass has changed and the reducer has not averaged.
 
         Called on all ranks.
+
+        Raises:
+            StateError: The backward pass has changed weights.
         """
-        is_unchanged = all(
-            p.grad is gradient and _version_of(gradient) == version for p, gradient, version in before
-        )
+        is_unchanged = True
+        for parameter, gradient, version, own_version in before:
+            is_unchanged &= parameter.grad is gradient and _version_of(gradient) == version
+            if _version_of(parameter) != own_version and not hasattr(parameter, "_in_backward_optimizers"):
+                raise StateError(_CHANGED)  # torch steps those that have it after the average
         mode: Any = self.replica.require_forward_param_sync
         if is_unchanged or mode is False or torch_private.is_joining(self.replica):
             return

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from accelerate import torch_private
 from accelerate.base import DistributedType, StateError
 from accelerate.devices import of_device
+from accelerate.ops import is_dtensor
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.planning import Layout
@@ -49,6 +50,13 @@ from accelerate.strategies.dtensors import (
     named_parameters,
     send_unsharded,
     units_of,
+)
+from accelerate.strategies.fsdp.gradient_hooks import (
+    ERRORS,
+    GradientHookCheck,
+    hooked_parameters,
+    refuse_lost_hooks,
+    refuse_second_derivatives,
 )
 from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype
 from accelerate.strategies.layer import divided
@@ -147,15 +155,10 @@ class Sharded(Strategy, ABC):
         try:
             super().backward(loss, **kwargs)
         except RuntimeError as error:
-            if "storage of size 0" not in str(error):
+            message = next((text for sign, text in ERRORS.items() if sign in str(error)), None)
+            if message is None:
                 raise
-            raise StateError(
-                "The backward pass needs weights that FSDP has freed after an earlier backward pass of the "
-                "same forward, such as that of a gradient penalty (torch.autograd.grad with "
-                "create_graph=True) or with retain_graph=True. FSDP computes one backward pass for a "
-                "forward. Train this model with DistributedDataParallel, or compute the penalty from "
-                "forwards only, such as the change of the outputs for a small change of the inputs."
-            ) from error
+            raise StateError(message) from error
 
     @abstractmethod
     def split(self, model: nn.Module) -> nn.Module:
@@ -173,9 +176,10 @@ class Sharded(Strategy, ABC):
             model: The model before sharding.
             list_parameters: Returns the parameters of the sharded model by their names before sharding.
         """
-        remapper = ParameterRemapper(model, self.session.waiting)
+        remapper, hooked = ParameterRemapper(model, self.session.waiting), hooked_parameters(model)
         sharded = shard()
         parameters = list_parameters(sharded)
+        refuse_lost_hooks(hooked, remapper.replaced(parameters))
         remapper.rejoin(parameters)
         self.names.update(remapper.names_by_group())
         self.session.replace(remapper.replaced(parameters))
@@ -205,11 +209,17 @@ class Fsdp2(DistributedTensors):
     averages_whole = True
     keeps_sharding = staticmethod(is_unit)
 
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
+        wrapped = super().wrap_optimizer(optimizer, to_device=to_device)
+        wrapped.observers = (*wrapped.observers, GradientHookCheck(is_dtensor))
+        return wrapped
+
     def split(self, model: nn.Module) -> nn.Module:
         """Returns the same model, with DTensors as parameters."""
         parts = next(filter(None, (layer.parts_to_shard(model) for layer in self.layers)), None)
         if parts is None:
             self._check_unsharded(model)
+            model.register_forward_hook(refuse_second_derivatives)
         for part in [model] if parts is None else parts:
             prepare = self.context.functions().fsdp2_prepare_model
             self.follow(part, partial(prepare, self.context.accelerator(), part), named_parameters)

@@ -35,6 +35,11 @@ from accelerate.strategies.dtensors import (
     send_from_main,
 )
 from accelerate.strategies.fsdp import flat_states, flat_weights
+from accelerate.strategies.fsdp.gradient_hooks import (
+    hooked_parameters,
+    refuse_lost_hooks,
+    refuse_second_derivatives,
+)
 from accelerate.strategies.fsdp.parameters import ensure_weights_retied, get_parameters_from_modules
 from accelerate.strategies.fsdp.sharding import UnitParameter, parameters_by_unit, plan_units
 from accelerate.strategies.fsdp.strategies import FsdpState, Sharded
@@ -188,8 +193,12 @@ class Fsdp1(Sharded):
         for module in exact:
             module.register_forward_hook(partial(_cast_output, plugin.mixed_precision_policy.param_dtype))
         units = [*exact, *chosen]
+        hooked = hooked_parameters(model)
         for held in parameters_by_unit(model, units, ignored):
             self._check_unit(model, held)
+            refuse_lost_hooks(hooked, [(each.parameter, None) for each in held])
+        if plugin.sharding_strategy.name != "NO_SHARD":
+            model.register_forward_hook(refuse_second_derivatives)
         sharded = self.follow(model, partial(self._shard, model, units, exact), joined_parameters)
         for _, unit in torch_private.flat_units(sharded):
             if unit.group is not None and unit.is_sharded:

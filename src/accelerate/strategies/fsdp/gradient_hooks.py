@@ -1,0 +1,93 @@
+"""Errors for losses and hooks that parameters of FSDP do not take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelerate import torch_private
+from accelerate.base import PreparationError, StateError, listed
+from accelerate.nested import iterate_tensors
+
+ONE_BACKWARD = (
+    "The backward pass needs weights that FSDP has freed after an earlier backward pass of the same forward, "
+    "such as that of a gradient penalty (torch.autograd.grad with create_graph=True) or with "
+    "retain_graph=True. FSDP computes one backward pass for a forward. Train this model with "
+    "DistributedDataParallel, or compute the penalty from forwards only, such as the change of the outputs "
+    "for a small change of the inputs."
+)
+ERRORS = {
+    "storage of size 0": ONE_BACKWARD,
+    "got mixed torch.Tensor and DTensor": (
+        "The loss adds a value of sharded parameters, such as a penalty on weights, to one of outputs. Use "
+        "parameter.full_tensor() in the penalty, or weight_decay of the optimizer."
+    ),
+}
+"""Messages for errors of torch in a backward pass, by a part of their texts."""
+_FIX = (
+    "Change gradients between accelerator.backward and optimizer.step, or, with FSDP 2 or tensor "
+    "parallelism, call register_post_accumulate_grad_hook of the parameters after `prepare`."
+)
+
+
+def hooked_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters of a model that have hooks on their gradients, by name."""
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if torch_private.has_gradient_hooks(parameter)
+    }
+
+
+def refuse_lost_hooks(
+    hooked: dict[str, nn.Parameter], replaced: Iterable[tuple[Tensor, Tensor | None]]
+) -> None:
+    """Raises an error for parameters with hooks that others have replaced."""
+    lost = {id(old) for old, new in replaced if new is not old}
+    if names := [name for name, parameter in hooked.items() if id(parameter) in lost]:
+        raise PreparationError(
+            f"{listed(names)}: hooks on the gradients of parameters that `prepare` shards would not be "
+            f"called, because other parameters replace them. {_FIX}"
+        )
+
+
+class GradientHookCheck:
+    """Observer of an optimizer that raises an error for hooks which torch does not call.
+
+    FSDP sets the gradients of its parameters itself. Steps whose number is a power of two are checked.
+
+    Args:
+        is_managed: Returns whether FSDP sets the gradient of a parameter.
+    """
+
+    def __init__(self, is_managed: Callable[[Tensor], bool]) -> None:
+        self._is_managed, self._num_steps = is_managed, 0
+
+    def before_step(self, optimizer: Any) -> None:
+        self._num_steps += 1
+        if self._num_steps & (self._num_steps - 1) == 0:
+            hooked = [p for p in optimizer.parameters() if p._backward_hooks and self._is_managed(p)]
+            if hooked:
+                raise StateError(
+                    f"register_hook() was called on {len(hooked)} parameters that FSDP shards, and FSDP sets "
+                    f"their gradients without calling hooks. {_FIX}"
+                )
+
+
+def refuse_second_derivatives(module: nn.Module, args: object, outputs: object) -> None:
+    """Forward hook after which a backward pass with `create_graph=True` raises an error.
+
+    Kernels would read weights that FSDP has freed.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        for tensor in iterate_tensors(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(_check_derivative)  # type: ignore[no-untyped-call]
+
+
+def _check_derivative(gradient: Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise StateError(ONE_BACKWARD)
