@@ -78,7 +78,7 @@ class GradientHookCheck:
 
 
 def refuse_second_derivatives(module: nn.Module, args: object, outputs: object) -> None:
-    """Forward hook after which a backward pass with `create_graph=True` raises an error.
+    """Makes a backward pass with `create_graph=True` from the outputs of a module raise an error.
 
     Kernels would read weights that FSDP has freed.
     """
