@@ -221,8 +221,9 @@ class LateReduction:
         is_unchanged = True
         for parameter, gradient, version, own_version in before:
             is_unchanged &= parameter.grad is gradient and _version_of(gradient) == version
-            if _version_of(parameter) != own_version and not hasattr(parameter, "_in_backward_optimizers"):
-                raise StateError(_CHANGED)  # torch steps those that have it after the average
+            is_changed = _version_of(parameter) != own_version
+            if is_changed and not torch_private.is_stepped_in_backward(parameter):
+                raise StateError(_CHANGED)
         mode: Any = self.replica.require_forward_param_sync
         if is_unchanged or mode is False or torch_private.is_joining(self.replica):
             return

@@ -62,6 +62,16 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return any(getattr(parameter, name, None) for name in names)
 
 
+def has_registered_hooks(parameter: Tensor) -> bool:
+    """Returns whether `register_hook` of a parameter was called."""
+    return bool(parameter._backward_hooks)
+
+
+def is_stepped_in_backward(parameter: Tensor) -> bool:
+    """Returns whether torch steps an optimizer of a parameter after its gradient is averaged."""
+    return hasattr(parameter, "_in_backward_optimizers")
+
+
 def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether an optimizer has hooks that change or follow `load_state_dict`."""
     names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")

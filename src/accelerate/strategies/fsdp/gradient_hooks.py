@@ -69,7 +69,8 @@ class GradientHookCheck:
     def before_step(self, optimizer: Any) -> None:
         self._num_steps += 1
         if self._num_steps & (self._num_steps - 1) == 0:
-            hooked = [p for p in optimizer.parameters() if p._backward_hooks and self._is_managed(p)]
+            managed = filter(self._is_managed, optimizer.parameters())
+            hooked = list(filter(torch_private.has_registered_hooks, managed))
             if hooked:
                 raise StateError(
                     f"register_hook() was called on {len(hooked)} parameters that FSDP shards, and FSDP sets "
