@@ -421,21 +421,27 @@ def test_weights_of_other_stages_are_freed(run: Run) -> None:
 # Uneven batches, losses and errors
 
 
-def train_sums(processes: int, steps: int) -> list[float]:
+def own_rows(batch: dict[str, Tensor], layout: str, accelerator: Accelerator) -> dict[str, Tensor]:
+    """Returns the samples of a batch for this rank, of which two have one half each in a layout."""
+    return {k: v[accelerator.process_index % 2 :: 2] for k, v in batch.items()} if layout else batch
+
+
+def train_sums(processes: int, steps: int, layout: str = "") -> list[float]:
     """Trains with sums over the tokens that count, whose number differs between micro-batches."""
-    accelerator = make_accelerator("", "1f1b", processes, gradient_accumulation_steps=steps)
+    accelerator = make_accelerator(layout, "1f1b", processes, gradient_accumulation_steps=steps)
     model, optimizer, _ = build(accelerator)
     losses = []
     for size in (7, 3, 8, 5):
         generator = torch.Generator().manual_seed(size)
         batch = {name: torch.randint(11, (size, 4), generator=generator) for name in ("ids", "targets")}
         batch["targets"][0] = -100
+        batch = own_rows(batch, layout, accelerator)
         count = int((batch["targets"] != -100).sum())
         with accelerator.accumulate(model, num_items=count):
             loss = accelerator.forward_backward(model, batch, sum_loss)
             optimizer.step()
             optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(accelerator.reduce(loss, "mean")) * (2 if layout else 1))
     return losses
 
 
@@ -443,11 +449,15 @@ def sum_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
 
 
+LAYOUTS = [("", 2), *(pytest.param(layout, 4, marks=pytest.mark.slow) for layout in ("ddp", "fsdp"))]
+
+
+@pytest.mark.parametrize(("layout", "processes"), LAYOUTS)
 @pytest.mark.parametrize("steps", [1, 2])
-def test_sums_over_items_are_those_of_one_process(run: Run, steps: int) -> None:
+def test_sums_over_items_are_those_of_one_process(run: Run, steps: int, layout: str, processes: int) -> None:
     (expected,) = run(train_sums, 1, steps, processes=1)
-    for found in run(train_sums, 2, steps, processes=2):
-        assert found == pytest.approx(expected, rel=1e-6)
+    for found in run(train_sums, processes, steps, layout, processes=processes, timeout=120):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def train_in_windows(processes: int) -> list[float]:
@@ -530,36 +540,46 @@ def test_layers_of_one_stage_may_be_trained_later(run: Run, kind: str) -> None:
     torch.testing.assert_close(results[0][1], state, rtol=1e-4, atol=1e-6)
 
 
-def train_new_group(folder: Path, processes: int) -> list[float]:
+def train_new_group(folder: Path, processes: int, layout: str = "") -> list[float]:
     """Trains blocks of both stages from the second step on, in a group that is added."""
-    accelerator = make_accelerator("", "1f1b", processes)
+    accelerator = make_accelerator(layout, "1f1b", processes)
     torch.manual_seed(0)
     model: Any = Net()
     model.blocks[1:3].requires_grad_(False)
     adam = torch.optim.Adam([parameter for parameter in model.parameters() if parameter.requires_grad])
     model, optimizer = accelerator.prepare(model, adam)
     batch = {"ids": torch.arange(32).view(8, 4) % 11, "targets": torch.arange(32).view(8, 4) % 7}
+    batch = own_rows(batch, layout, accelerator)
     losses = []
+
+    def compute() -> None:
+        loss = accelerator.forward_backward(model, batch, mean_loss)
+        losses.append(float(accelerator.reduce(loss, "mean")))
+
     for step in range(4):
         if step == 1:
             model.blocks[1:3].requires_grad_(True)
             optimizer.add_param_group({"params": model.blocks[1:3].parameters(), "lr": 0.1})
-        losses.append(float(accelerator.forward_backward(model, batch, mean_loss)))
+        compute()
         optimizer.step()
         optimizer.zero_grad()
         if step == 2:
             accelerator.save_state(str(folder))
     accelerator.load_state(str(folder))
-    losses.append(float(accelerator.forward_backward(model, batch, mean_loss)))
+    compute()
     optimizer.step()
     optimizer.zero_grad()
-    losses.append(float(accelerator.forward_backward(model, batch, mean_loss)))
+    compute()
     return losses
 
 
-def test_an_added_group_has_parameters_of_several_stages(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "processes"), LAYOUTS)
+def test_an_added_group_has_parameters_of_several_stages(
+    run: Run, tmp_path: Path, layout: str, processes: int
+) -> None:
     (expected,) = run(train_new_group, tmp_path / "whole", 1, processes=1)
-    for found in run(train_new_group, tmp_path / "stages", 2, processes=2):
+    stages = tmp_path / "stages"
+    for found in run(train_new_group, stages, processes, layout, processes=processes, timeout=120):
         assert found == pytest.approx(expected, rel=1e-5)
 
 

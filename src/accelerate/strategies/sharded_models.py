@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from accelerate import torch_private
-from accelerate.base import PreparationError
+from accelerate.base import PreparationError, StateError
 from accelerate.data_loader import SHARED_AXES, data_groups
 from accelerate.ops import current_transport
 from accelerate.parallelism_config import Data, MeshAxis, axes_with
@@ -105,6 +105,7 @@ class ShardedModel:
             if parameter not in managed
         }
         self._hooks: list[RemovableHandle] = []
+        self._frozen_experts: list[Tensor] = []
 
     def fits(self, mesh: DeviceMesh | None, num_ranks: int) -> bool:
         """Returns whether loaders give one batch to ranks that work on the same batch.
@@ -124,9 +125,11 @@ class ShardedModel:
     def divide_by_batches(self) -> None:
         """Makes backward passes divide gradients of experts by the number of batches in their sums."""
         for parameter, count in self._num_batches.items():
-            if count > 1:
+            if count > 1 and parameter.requires_grad:
                 hook = partial(torch.mul, other=1 / count)
                 self._hooks.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+            elif count > 1:
+                self._frozen_experts.append(parameter)
 
     def remove_hooks(self) -> None:
         """Makes backward passes leave gradients as they are."""
@@ -137,7 +140,15 @@ class ShardedModel:
         """Averages the gradients that the backward pass did not average.
 
         Called on all ranks.
+
+        Raises:
+            StateError: Experts are trained that were frozen when the model was prepared.
         """
+        if any(parameter.requires_grad for parameter in self._frozen_experts):
+            raise StateError(
+                "Experts are trained that were frozen when the model was prepared, and their gradients are "
+                "sums over batches. Freeze experts after `prepare`, so that they can be trained again."
+            )
         for group in self.replicas:
             if group.has_batches:
                 group.average()
@@ -319,12 +330,14 @@ class ShardedModels(Layer):
 
 
 def _by_mesh(model: nn.Module) -> dict[Any, list[nn.Parameter]]:
-    """Returns the trained parameters of a model by their mesh, where that of unsharded ones is None."""
+    """Returns the parameters of a model by their mesh, where that of unsharded ones is None.
+
+    Frozen ones may be trained later.
+    """
     found: dict[Any, list[nn.Parameter]] = {None: []}
     for _, parameter in model.named_parameters():  # those of this rank, also in a pipeline
-        if parameter.requires_grad:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            found.setdefault(mesh, []).append(parameter)
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        found.setdefault(mesh, []).append(parameter)
     return found
 
 

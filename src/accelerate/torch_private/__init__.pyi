@@ -30,6 +30,7 @@ from accelerate.torch_private.fsdp import (
     phases_of_fsdp2 as phases_of_fsdp2,
     run_policy as run_policy,
     set_gradient_sync as set_gradient_sync,
+    set_units_around_layers as set_units_around_layers,
     unit_forwards_skipped as unit_forwards_skipped,
     unreduced_gradients as unreduced_gradients,
     unreduced_gradients_kept as unreduced_gradients_kept,

@@ -144,9 +144,19 @@ def _groups_of_unit(unit: object) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+_UNITS_AROUND = "_units_around_layers"
+"""Attribute of a model in a pipeline with the units of its stages, which are not among its modules."""
+
+
+def set_units_around_layers(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Adds units of FSDP 2 that have layers of a model and parameters around them to those of the model."""
+    vars(model)[_UNITS_AROUND] = tuple(units)
+
+
 def _groups_of_fsdp2(model: nn.Module) -> Iterator[Any]:
     """Yields the FSDP 2 object of each group of parameters that are gathered together."""
-    for module in model.modules():
+    roots = (model, *vars(model).get(_UNITS_AROUND, ()))
+    for module in dict.fromkeys(module for root in roots for module in root.modules()):
         yield from _groups_of_unit(module)
 
 

@@ -41,8 +41,9 @@ class Replicas:
 
         Called on all ranks of the group.
         """
-        dense = [parameter for parameter in self.parameters if parameter not in self.sparse]
-        for parameter in self.parameters:
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        dense = [parameter for parameter in trained if parameter not in self.sparse]
+        for parameter in trained:
             if parameter in self.sparse:
                 self._average_sparse(parameter)
         divisor = dist.get_world_size(self.group) if self.averages else 1

@@ -227,6 +227,8 @@ class Fsdp2(DistributedTensors):
                 [] if parts is None else units_of(part)
             ):  # schedules gather units once for all micro-batches
                 unit.set_reshard_after_forward(False, recurse=False)
+        if parts is not None:
+            torch_private.set_units_around_layers(model, parts)
         for layer in self.layers:
             layer.model_sharded(model)
         return model
