@@ -234,9 +234,31 @@ def _contexts_with_state(
         raise wrong_value("activation checkpointing", type(block).__name__, reason, fix)
     before = ModuleState(block, generators, objects)
     forward, recomputation = context_fn()
+    if context_fn is not noop_context_fn and not torch.compiler.is_compiling():
+        forward, recomputation = _Uncached(forward), _Uncached(recomputation)
     draws = _NotedGenerators(before, generators) if is_first else nullcontext()
     checked = _checked_forward(block, before, forward, versions, draws)
     return checked, RestoredState(block, before, recomputation, versions, generators)
+
+
+class _Uncached:
+    """Context that casts weights in each use under autocast, around another one.
+
+    torch finds kept outputs by the number of a call. A block that runs several times would cast its weights
+    in its first forward only, and in each recomputation.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        self._was_cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        torch.set_autocast_cache_enabled(self._was_cached)
 
 
 @contextmanager

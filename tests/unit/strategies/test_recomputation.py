@@ -449,6 +449,13 @@ def test_kept_operators_are_not_run_again() -> None:
     assert again["gelu"] - some["gelu"] == 1
 
 
+def test_a_layer_that_runs_several_times_casts_its_weights_in_each_recomputation(prepared: Any) -> None:
+    policy = ActivationCheckpointing(save_operators="matmul")
+    expected = gradients(*prepared(built(2), None, mixed_precision="bf16"), samples())  # type: ignore[call-arg]
+    found = gradients(*prepared(built(2), policy, mixed_precision="bf16"), samples())  # type: ignore[call-arg]
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-5)
+
+
 class AttentionAndDropout(nn.Module):
     """An operator with dropout of its own, as the attention of accelerators, and a dropout after it."""
 
