@@ -498,6 +498,45 @@ def test_a_batch_of_one_sample_trains(run: Run, schedule: str) -> None:
     assert run(train_on_one_sample, schedule, 2, processes=2) == pytest.approx([expected] * 2, rel=1e-6)
 
 
+class Biased(nn.Module):
+    """Adds a table for positions to the hidden states of each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, hidden: Tensor, table: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden)) + table
+        return hidden
+
+
+def train_with_tables(processes: int) -> list[float]:
+    """Trains with tables that have as many rows as a micro-batch of some batches, and as the last batch."""
+    config = PipelineConfig(microbatches=4)
+    mesh = ParallelismConfig(pp_size=processes, pp_handler=config) if processes > 1 else None
+    accelerator = Accelerator(cpu=True, parallelism_config=mesh)
+    torch.manual_seed(0)
+    model = Biased()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    table, losses = torch.arange(16.0).view(4, 4) / 8, []
+    for size in (16, 8, 16, 8, 4):
+        batch = {"hidden": torch.randn(size, 4, 4), "table": table, "weights": table[0]}
+
+        def loss_fn(outputs: Tensor, target: dict[str, Tensor]) -> Tensor:
+            return (outputs.square() * target["weights"]).mean()
+
+        losses.append(float(accelerator.forward_backward(model, batch, loss_fn)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_tables_with_as_many_rows_as_a_batch_are_not_split(run: Run) -> None:
+    (expected,) = run(train_with_tables, 1, processes=1)
+    assert run(train_with_tables, 2, processes=2) == [pytest.approx(expected, rel=1e-5)] * 2
+
+
 def train_in_float64(processes: int) -> list[float]:
     torch.set_default_dtype(torch.float64)
     accelerator = make_accelerator("", "1f1b", processes)

@@ -34,13 +34,20 @@ class MicroBatch(NamedTuple):
     weight: float
 
 
-def split_batch(values: object, count: Callable[[int], int]) -> tuple[list[Any], list[int]]:
+WholeSizes = dict[tuple[str, int], set[int]]
+"""Sizes that a tensor of a batch, by its place, has had in batches with other numbers of samples."""
+
+
+def split_batch(
+    values: object, count: Callable[[int], int], whole_sizes: WholeSizes
+) -> tuple[list[Any], list[int]]:
     """Returns parts of nested values along their first dimension, and the number of samples of each.
 
     Args:
         values: Nested tensors of which those with the size of the first one are split. Others are in all
-            parts.
+            parts, such as a mask of positions, also in a batch with as many samples as positions.
         count: Returns the number of parts from the number of samples.
+        whole_sizes: Sizes of tensors in earlier batches, to which those of this batch are added.
     """
     leaves, tree = flatten(values)
     sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
@@ -49,19 +56,31 @@ def split_batch(values: object, count: Callable[[int], int]) -> tuple[list[Any],
             "batch", type(values).__name__, "it has no tensor with samples", "Pass a batch with tensors"
         )
     total = sizes[0]
-    num_parts = count(total)
+    num_parts, structure = count(total), str(tree)
+
+    def has_samples(leaf: Any, index: int) -> bool:
+        if not (isinstance(leaf, Tensor) and leaf.ndim):
+            return False
+        known = whole_sizes.setdefault((structure, index), set())
+        known.update({len(leaf)} - {total})
+        return len(leaf) not in known
+
     parts = [
-        list(torch.tensor_split(leaf, num_parts))
-        if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == total
-        else [leaf] * num_parts
-        for leaf in leaves
+        list(torch.tensor_split(leaf, num_parts)) if has_samples(leaf, index) else [leaf] * num_parts
+        for index, leaf in enumerate(leaves)
     ]
     split = [torch_private.pytree.tree_unflatten(list(part), tree) for part in zip(*parts, strict=True)]
     return split, [len(part) for part in torch.arange(total).tensor_split(num_parts)]
 
 
 def split_into_microbatches(
-    model: nn.Module, batch: object, count: Callable[[int], int], *, has_loss: bool, is_sum: bool
+    model: nn.Module,
+    batch: object,
+    count: Callable[[int], int],
+    whole_sizes: WholeSizes,
+    *,
+    has_loss: bool,
+    is_sum: bool,
 ) -> list[MicroBatch]:
     """Returns the micro-batches of a batch.
 
@@ -69,11 +88,12 @@ def split_into_microbatches(
         model: The model that computes them.
         batch: The batch, as for `arguments_of`.
         count: Returns the number of micro-batches from the number of samples.
+        whole_sizes: As for `split_batch`.
         has_loss: Whether there is a loss function. Otherwise the model computes its loss, as those of
             transformers do.
         is_sum: Whether losses are sums, which are added, or means, which are averaged.
     """
-    parts, sizes = split_batch(dict(batch) if isinstance(batch, Mapping) else batch, count)
+    parts, sizes = split_batch(dict(batch) if isinstance(batch, Mapping) else batch, count, whole_sizes)
     weights = [1.0] * len(sizes) if is_sum else _shares(sizes)
     return [
         MicroBatch(*arguments_of(model, part, has_loss), size, weight)
@@ -252,6 +272,8 @@ def merge_outputs(parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[
 
 def _merge(leaves: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
     first = leaves[0]
+    if all(leaf is first for leaf in leaves):  # of the whole batch
+        return first
     if not isinstance(first, Tensor):
         if isinstance(first, (int, float, str)) and any(leaf != first for leaf in leaves):
             raise PreparationError(

@@ -20,6 +20,7 @@ from accelerate.strategies.pipeline.counted_values import CountedValues
 from accelerate.strategies.pipeline.microbatches import (
     Computed,
     MicroBatch,
+    WholeSizes,
     check_loss,
     merge_outputs,
     shares_of_labels,
@@ -71,6 +72,7 @@ class Pipeline(ScheduledStages):
         shared: Names of parameters of this rank that other ranks have too, with the process group of these
             ranks.
         parameter_names: Names of the parameters of the whole model, tied ones by each of their names.
+        whole_sizes: Sizes of tensors in earlier batches, see `split_batch`.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Pipeline(ScheduledStages):
         self._program: Any = None  # of the user, at the end of the last batch
         self._skipped_labels: int | None = None
         self.counted_values = CountedValues()
+        self.whole_sizes: WholeSizes = {}
 
     def train(
         self,
@@ -125,7 +128,7 @@ class Pipeline(ScheduledStages):
             self._is_verified = self._has_evaluated = False
         has_loss = loss_fn is not None
         microbatches = split_into_microbatches(
-            self.model.model, batch, self.count, has_loss=has_loss, is_sum=is_sum
+            self.model.model, batch, self.count, self.whole_sizes, has_loss=has_loss, is_sum=is_sum
         )
         # The loss may cease to be a mean later, for example with the first ignored label.
         compared, is_new = self.counted_values.differing(microbatches, has_loss)
@@ -292,7 +295,7 @@ class Pipeline(ScheduledStages):
             return self._evaluate(args, kwargs)
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        parts, sizes = split_batch((args, kwargs), self.count)
+        parts, sizes = split_batch((args, kwargs), self.count, self.whole_sizes)
         microbatches = [
             MicroBatch(part[0], part[1], None, size, size) for part, size in zip(parts, sizes, strict=True)
         ]

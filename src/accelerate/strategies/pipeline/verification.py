@@ -298,8 +298,9 @@ def _split(
 ) -> tuple[list[MicroBatch], MicroBatch]:
     """Returns the micro-batches of a batch, and the batch as one."""
     split = partial(split_into_microbatches, pipeline.model.model, batch, has_loss=has_loss, is_sum=is_sum)
+    sizes = pipeline.whole_sizes
     parts, (whole,) = (
-        _without_caches(pipeline, split(count)) for count in (pipeline.count, lambda num_samples: 1)
+        _without_caches(pipeline, split(count, sizes)) for count in (pipeline.count, lambda num_samples: 1)
     )
     return parts, whole
 
