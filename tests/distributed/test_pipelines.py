@@ -532,6 +532,24 @@ def train_with_tables(processes: int) -> list[float]:
     return losses
 
 
+class WithTable(Biased):
+    """Returns its table, too."""
+
+    def forward(self, hidden: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(hidden, table), table * 2
+
+
+def evaluate_with_tables() -> list[list[int]]:
+    mesh = ParallelismConfig(pp_size=2, pp_handler=PipelineConfig(microbatches=2))
+    model = Accelerator(cpu=True, parallelism_config=mesh).prepare(WithTable())
+    model.eval()
+    return [list(model(torch.ones(size, 4, 4), torch.ones(4, 4))[1].shape) for size in (16, 8, 4)]
+
+
+def test_outputs_with_as_many_rows_as_a_micro_batch_are_not_joined(run: Run) -> None:
+    assert run(evaluate_with_tables, processes=2) == [[[4, 4]] * 3] * 2
+
+
 def test_tables_with_as_many_rows_as_a_batch_are_not_split(run: Run) -> None:
     (expected,) = run(train_with_tables, 1, processes=1)
     assert run(train_with_tables, 2, processes=2) == [pytest.approx(expected, rel=1e-5)] * 2

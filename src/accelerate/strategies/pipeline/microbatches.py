@@ -249,7 +249,12 @@ def not_additive(count: int, together: Tensor, apart: Tensor, is_sum: bool) -> P
     )
 
 
-def merge_outputs(parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None = None) -> Any:
+def merge_outputs(
+    parts: Sequence[Any],
+    sizes: Sequence[int],
+    weights: Sequence[float] | None = None,
+    whole_sizes: WholeSizes | None = None,
+) -> Any:
     """Returns nested outputs of a batch from those of its micro-batches.
 
     Tensors with one entry for each sample are concatenated, and scalars are averaged. Other values are those
@@ -258,19 +263,22 @@ def merge_outputs(parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[
     Args:
         sizes: Number of samples of each.
         weights: Weight of the scalars of each. None takes the number of samples.
+        whole_sizes: Sizes that outputs without samples have had in other micro-batches, to which those of
+            these outputs are added.
 
     Raises:
         PreparationError: Values of micro-batches differ, and are not one for each sample.
     """
     flat = [flatten(part) for part in parts]
-    merged = [
-        _merge(leaves, sizes, weights or sizes)
-        for leaves in zip(*(leaves for leaves, _ in flat), strict=True)
-    ]
+    structure = f"outputs {flat[0][1]}"
+    merged = []
+    for index, leaves in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
+        known: set[int] = set() if whole_sizes is None else whole_sizes.setdefault((structure, index), set())
+        merged.append(_merge(leaves, sizes, weights or sizes, known))
     return torch_private.pytree.tree_unflatten(merged, flat[0][1])
 
 
-def _merge(leaves: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
+def _merge(leaves: Sequence[Any], sizes: Sequence[int], weights: Sequence[float], whole: set[int]) -> Any:
     first = leaves[0]
     if all(leaf is first for leaf in leaves):  # of the whole batch
         return first
@@ -281,8 +289,10 @@ def _merge(leaves: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
                 "has one. Return tensors with one entry for each sample, or set microbatches=1."
             )
         return first
-    if first.ndim and all(len(leaf) == n for leaf, n in zip(leaves, sizes, strict=True)):
-        return torch.cat(list(leaves))
+    if first.ndim:
+        whole.update(len(leaf) for leaf, n in zip(leaves, sizes, strict=True) if len(leaf) != n)
+        if not whole.intersection(map(len, leaves)):
+            return torch.cat(list(leaves))
     if not first.ndim and first.is_floating_point():
         used = [(leaf * weight, weight) for leaf, weight in zip(leaves, weights, strict=True) if weight]
         return (

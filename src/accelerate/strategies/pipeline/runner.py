@@ -312,7 +312,8 @@ class Pipeline(ScheduledStages):
             found[index] = outputs
             if len(found) == len(parts):
                 weights = [weight_of(i, found[i]) for i in range(len(parts))]
-                merged.append(merge_outputs([found[i] for i in range(len(parts))], sizes, weights))
+                outputs = [found[i] for i in range(len(parts))]
+                merged.append(merge_outputs(outputs, sizes, weights, self.whole_sizes))
             return torch.zeros((), device=self.device)
 
         self.run(microbatches, finish, has_backward=False, shares_error=True)
