@@ -64,6 +64,7 @@ from accelerate.torch_private.loaders import (
     wrap_indices as wrap_indices,
 )
 from accelerate.torch_private.modules import (
+    GRADIENT_HOOKS as GRADIENT_HOOKS,
     WRAPPED as WRAPPED,
     Weights as Weights,
     call_forward_hooks as call_forward_hooks,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from types import SimpleNamespace
@@ -56,15 +56,25 @@ def state_dict_hooks(module: nn.Module) -> list[Any]:
     return [hook for registered in hooks for hook in registered.values()]
 
 
+GRADIENT_HOOKS = ("_post_accumulate_grad_hooks", "_backward_hooks")
+"""Attributes of a parameter with its gradient hooks, which torch registers but does not list."""
+_RECORDERS = {"torch", "wandb"}
+"""Packages whose hooks do not change gradients, such as those of memory trackers."""
+
+
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Returns whether a parameter has gradient hooks, which torch registers but does not list."""
-    names = ("_post_accumulate_grad_hooks", "_backward_hooks")
-    return any(getattr(parameter, name, None) for name in names)
+    """Returns whether a parameter has gradient hooks."""
+    return any(getattr(parameter, name, None) for name in GRADIENT_HOOKS)
 
 
-def has_registered_hooks(parameter: Tensor) -> bool:
-    """Returns whether `register_hook` of a parameter was called."""
-    return bool(parameter._backward_hooks)
+def has_registered_hooks(parameter: Tensor, names: Sequence[str] = ("_backward_hooks",)) -> bool:
+    """Returns whether `register_hook` of a parameter was called, except by tools that only record gradients.
+
+    Args:
+        names: Attributes with hooks.
+    """
+    hooks = [hook for name in names for hook in (getattr(parameter, name, None) or {}).values()]
+    return any(str(getattr(hook, "__module__", "")).partition(".")[0] not in _RECORDERS for hook in hooks)
 
 
 def is_stepped_in_backward(parameter: Tensor) -> bool:

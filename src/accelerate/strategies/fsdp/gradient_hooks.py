@@ -38,7 +38,7 @@ def hooked_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if torch_private.has_gradient_hooks(parameter)
+        if torch_private.has_registered_hooks(parameter, torch_private.GRADIENT_HOOKS)
     }
 
 
