@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState
-from accelerate.strategies import activation_offload
+from accelerate.strategies import activation_offload, recomputed_blocks
 from accelerate.strategies.activation_offload import OffloadedTensor, StreamCopy, StreamTransfer
 from accelerate.utils import ActivationCheckpointing
 
@@ -102,6 +102,8 @@ def copy_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_late_copies_show_a_planted_race(monkeypatch: pytest.MonkeyPatch, plant: Any, late: str) -> None:
     expected = run_program("take_step")
+    # Otherwise the comparison of recomputed values raises an error for the race.
+    monkeypatch.setattr(recomputed_blocks, "check_of", lambda name: None)
     plant(monkeypatch)
     assert not same(run_program("take_step", late=late), expected)
 
