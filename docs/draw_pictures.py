@@ -33,7 +33,7 @@ text { fill: #1f2430; font: 13px system-ui, "DejaVu Sans", sans-serif; }
 rect, path { stroke: #6b7388; stroke-width: 1; fill: none; }
 .a { fill: #cfe0fc; } .b { fill: #fbdcb8; }
 .c { fill: #cdeccf; } .d { fill: #e6d3f7; } .plain { fill: #ffffff; }
-.filler { fill: #f7f8fb; stroke-dasharray: 4 3; }
+.padding { fill: #f7f8fb; stroke-dasharray: 4 3; }
 .arrow { marker-end: url(#tip); stroke-width: 1.5; }
 #tip path { fill: #6b7388; }
 @media (prefers-color-scheme: dark) {
@@ -43,7 +43,7 @@ rect, path { stroke: #6b7388; stroke-width: 1; fill: none; }
   rect, path { stroke: #949cb0; }
   .a { fill: #27487d; } .b { fill: #7a4c16; }
   .c { fill: #275c34; } .d { fill: #5b3a7c; } .plain { fill: #2f3340; }
-  .filler { fill: #242731; }
+  .padding { fill: #242731; }
   #tip path { fill: #949cb0; }
 }
 """
@@ -111,7 +111,7 @@ def _draw_batches(picture: Picture, y: float, rows: Rows, real: int = 22) -> Non
         picture.text(14, y + 34 * rank + 19, f"rank {rank}", "head")
         for step, batch in enumerate(batches):
             for place, sample in enumerate(batch):
-                kind = "ab"[rank] if sample < real else "filler"
+                kind = "ab"[rank] if sample < real else "padding"
                 x = 68 + 110 * step + 25 * place
                 picture.box(x, y + 34 * rank, 25, 26, str(sample % real), kind, "small")
 
@@ -137,7 +137,7 @@ def draw_sharding() -> Picture:
         116,
         [[range(4), range(8, 12), range(16, 20)], [range(4, 8), range(12, 16), [20, 21, 22, 23]]],
     )
-    picture.box(14, 200, 25, 18, "", "filler")
+    picture.box(14, 200, 25, 18, "", "padding")
     picture.text(48, 214, "repeated, so that all ranks have equally many;", "note")
     picture.text(48, 231, "gather_for_metrics removes these samples", "note")
     picture.text(14, 251, "Each sample is returned once: 16-19, then 20 and 21.", "note")
@@ -320,7 +320,7 @@ def draw_commit() -> Picture:
         ("1. All ranks write in a hidden folder", model, "b", "step 100", "a"),
         ("2. Rank 0 writes sizes and checksums of all files", complete, "b", "step 100", "a"),
         ("3. Both folders exchange names in one operation", "step 100", "a", "step 200", "b"),
-        ("4. The older one is deleted", "", "filler", "step 200", "b"),
+        ("4. The older one is deleted", "", "padding", "step 200", "b"),
     ]
     for number, (head, left, left_kind, right, right_kind) in enumerate(steps):
         y = 14 + 102 * number

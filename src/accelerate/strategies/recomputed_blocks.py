@@ -37,6 +37,7 @@ from accelerate.strategies.module_state import (
 )
 from accelerate.strategies.recomputed_values import ComparedForward, check_of
 from accelerate.strategies.request import Context
+from accelerate.strategies.tolerances import must_compare
 
 if TYPE_CHECKING:
     from accelerate.parallelism_config import ParallelismConfig
@@ -112,8 +113,9 @@ class RecomputedForward:
             options = self.options if is_plain else self._options_with_state([])
             return checkpoint(self.run, *args, **options, **kwargs)
         self._num_calls += 1
-        name, is_traced = type(self.module).__name__, any(map(_is_traced, iterate_tensors((args, kwargs))))
-        check = None if self._num_calls & (self._num_calls - 1) or is_traced else check_of(name)
+        name, check = type(self.module).__name__, None
+        if must_compare(self._num_calls) and not any(map(_is_traced, iterate_tensors((args, kwargs)))):
+            check = check_of(name)
         if check is None or not self._compares_outputs:
             return self._checkpoint(self.run, args, kwargs, check)
         with set_checkpoint_early_stop(False):
@@ -257,8 +259,8 @@ class _Uncached:
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._inner.__exit__(*error)
         torch.set_autocast_cache_enabled(self._was_cached)
+        self._inner.__exit__(*error)
 
 
 @contextmanager

@@ -30,6 +30,16 @@ TOLERANCES = {
 """Tolerances by the mixed precision of the run."""
 
 
+def must_compare(number: int) -> bool:
+    """Returns whether a step or call is compared with its reference.
+
+    Args:
+        number: Number of the step or call, from 1. Powers of two are compared, so that later changes of the
+            program are found, too, and most steps cost nothing.
+    """
+    return number & (number - 1) == 0
+
+
 def tolerance_of(model: nn.Module, precision: str) -> Tolerance:
     """Returns the tolerance of a model, whose weights may have a lower precision than the run."""
     is_low = any(p.is_floating_point() and p.element_size() < 4 for p in model.parameters())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from accelerate import torch_private
 from accelerate.base import PreparationError, StateError, listed
 from accelerate.nested import iterate_tensors
+from accelerate.strategies.tolerances import must_compare
 
 ONE_BACKWARD = (
     "The backward pass needs weights that FSDP has freed after an earlier backward pass of the same forward, "
@@ -68,7 +69,7 @@ class GradientHookCheck:
 
     def before_step(self, optimizer: Any) -> None:
         self._num_steps += 1
-        if self._num_steps & (self._num_steps - 1) == 0:
+        if must_compare(self._num_steps):
             managed = filter(self._is_managed, optimizer.parameters())
             hooked = list(filter(torch_private.has_registered_hooks, managed))
             if hooked:

@@ -164,6 +164,11 @@ class Fsdp1(Sharded):
     def frees_after_forward(self) -> bool:
         return self.plugin.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD")
 
+    @property
+    def keeps_whole_weights(self) -> bool:
+        """True if each rank keeps whole weights, and ranks only average gradients."""
+        return str(self.plugin.sharding_strategy.name) == "NO_SHARD"
+
     def make_scaler(self, **arguments: Any) -> ShardedGradScaler:
         """Returns a gradient scaler that skips a step on all ranks if any rank has non-finite gradients."""
         return ShardedGradScaler(device=self.context.device.type, **arguments)
@@ -171,9 +176,8 @@ class Fsdp1(Sharded):
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Checks an optimizer, and warns if its update is not that of parts of flat parameters."""
         super().check_optimizer(optimizer)
-        plugin, size = self.plugin, self.context.topology.size
-        is_whole = size == 1 or plugin.sharding_strategy.name == "NO_SHARD"
-        keeps_shapes = plugin.use_orig_params and is_whole
+        is_whole = self.context.topology.size == 1 or self.keeps_whole_weights
+        keeps_shapes = self.plugin.use_orig_params and is_whole
         if keeps_shapes or hasattr(optimizer, "whole_matrices") or not needs_whole_parameters(optimizer):
             return
         logger.warning(
@@ -197,7 +201,7 @@ class Fsdp1(Sharded):
         for held in parameters_by_unit(model, units, ignored):
             self._check_unit(model, held)
             refuse_lost_hooks(hooked, [(each.parameter, None) for each in held])
-        if plugin.sharding_strategy.name != "NO_SHARD":
+        if not self.keeps_whole_weights:
             model.register_forward_hook(refuse_second_derivatives)
         sharded = self.follow(model, partial(self._shard, model, units, exact), joined_parameters)
         for _, unit in torch_private.flat_units(sharded):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from accelerate.base import StateError
 from accelerate.ops import local_tensor
+from accelerate.strategies.tolerances import must_compare
 
 _NUM_PARAMETERS, _NUM_ELEMENTS = 8, 64
 """Number of parameters whose gradients are sampled, and of elements of each."""
@@ -37,17 +38,16 @@ class GradientScales:
     @torch.no_grad()
     def after_batch(self, parameters: Iterable[Tensor]) -> None:
         """Keeps elements of the gradients of the parameters of the optimizer."""
-        number = self._num_steps + 1
-        if number & (number - 1) == 0:
+        if must_compare(self._num_steps + 1):
             trained = (p for p in parameters if p.grad is not None and not p.grad.is_sparse)
             self._computed = [(p, _elements(p).clone()) for p in islice(trained, _NUM_PARAMETERS)]
 
     def before_step(self, optimizer: object) -> None:
         """Raises an error on all ranks of the pipeline if their factors differ."""
         self._num_steps += 1
-        if self._num_steps & (self._num_steps - 1):
+        if not must_compare(self._num_steps):
             return
-        own = torch.tensor(self._factor(), dtype=torch.float64).to(self._device, torch.float32)
+        own = torch.tensor(self._factor(), dtype=torch.float32, device=self._device)
         self._computed = []
         factors = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(factors, own, group=self._group)

@@ -36,6 +36,7 @@ from accelerate.strategies.pipeline.nested_tensors import (
     to_zeros,
 )
 from accelerate.strategies.pipeline.scheduled_stages import ScheduledStages, settings_of
+from accelerate.strategies.tolerances import must_compare
 
 
 class Verification(Protocol):
@@ -122,7 +123,7 @@ class Pipeline(ScheduledStages):
             reason = "no gradient reaches them from the stages of other ranks"
             raise wrong_value("batch", "tensors that need gradients", reason, fix)
         self._num_trained += 1
-        is_checked = self._num_trained & (self._num_trained - 1) == 0
+        is_checked = must_compare(self._num_trained)
         self._compare_changes()
         if self._num_trained.bit_length() % 2 and is_checked:  # a power of four
             self._is_verified = self._has_evaluated = False
@@ -312,8 +313,8 @@ class Pipeline(ScheduledStages):
             found[index] = outputs
             if len(found) == len(parts):
                 weights = [weight_of(i, found[i]) for i in range(len(parts))]
-                outputs = [found[i] for i in range(len(parts))]
-                merged.append(merge_outputs(outputs, sizes, weights, self.whole_sizes))
+                of_parts = [found[i] for i in range(len(parts))]
+                merged.append(merge_outputs(of_parts, sizes, weights, self.whole_sizes))
             return torch.zeros((), device=self.device)
 
         self.run(microbatches, finish, has_backward=False, shares_error=True)
