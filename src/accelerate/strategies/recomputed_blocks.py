@@ -17,12 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    noop_context_fn,
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from accelerate import planning, torch_private
 from accelerate.base import wrong_value
