@@ -95,7 +95,7 @@ def run_out_after_different_collectives() -> str:
     @find_executable_batch_size(starting_batch_size=8)
     def train(batch_size: int) -> None:
         if state.process_index == 0:
-            dist.broadcast(torch.ones(1), 0, async_op=True)
+            dist.broadcast(torch.ones(1, device=state.device), 0, async_op=True)
         run_out()
 
     with pytest.raises(StateError) as caught:
@@ -143,5 +143,6 @@ def find_nothing() -> str:
     return str(refused.value)
 
 
+@pytest.mark.cpu_only  # the simulated device does not count collectives
 def test_all_ranks_raise_the_error_at_batch_size_zero(run: Run) -> None:
     assert all(text.startswith("No executable batch size found, reached zero.") for text in run(find_nothing))

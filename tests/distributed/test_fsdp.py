@@ -779,7 +779,7 @@ def test_hooks_that_sharded_parameters_do_not_call_are_refused(run: Run, version
 def regularize() -> list[torch.Tensor]:
     """Returns gradients with a penalty on weights."""
     torch.manual_seed(0)
-    is_sharded = PartialState().num_processes > 1
+    is_sharded = PartialState(cpu=True).num_processes > 1
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if is_sharded else None
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model = accelerator.prepare(Net())
