@@ -26,7 +26,7 @@ from accelerate import rng, torch_private
 from accelerate.base import ConfigurationError, PreparationError, StateError, listed
 from accelerate.strategies.batches import LossFunction, loss_of
 from accelerate.strategies.dtensors import named_parameters, whole_tensor
-from accelerate.strategies.pipeline.mean_draws import MeanDraws
+from accelerate.strategies.mean_draws import MeanDraws
 from accelerate.strategies.pipeline.microbatches import MicroBatch, not_additive, split_into_microbatches
 from accelerate.strategies.pipeline.nested_tensors import flatten, tensors_in
 from accelerate.strategies.pipeline.reference import (
