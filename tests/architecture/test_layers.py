@@ -127,7 +127,7 @@ STRATEGIES = (
         "module_state",
         "tolerances",
         "views",
-        "mean_draws",
+        "fixed_draws",
         "trial_steps",
         "matrix_plan",
     ),

@@ -326,6 +326,8 @@ class Mixing(Reader):
         self.kind = mix
         self.conv, self.recurrent = nn.Conv1d(32, 32, 3), nn.GRU(32, 32, batch_first=True)
         self.normalize, self.drop = nn.LayerNorm(32), nn.Dropout(0.5)
+        self.num_calls = 0
+        self.register_buffer("center", torch.zeros(32))
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if self.kind == "own positions":
@@ -351,6 +353,13 @@ class Mixing(Reader):
             return self.out(hidden.mean(1))
         elif self.kind == "shift":
             hidden = hidden + hidden.roll(1, 1)
+        elif self.kind == "in training" and self.training:
+            hidden = hidden + hidden.mean(1, keepdim=True)
+        elif self.kind == "buffer" and self.training:
+            self.center.lerp_(hidden.detach().mean((0, 1)), 0.1)
+        elif self.kind == "later":
+            self.num_calls += 1
+            hidden = hidden + hidden.mean(1, keepdim=True) * (self.num_calls >= 4)
         elif self.kind == "right":
             hidden = self.drop(self.normalize(hidden))
         return self.out(hidden)
@@ -369,7 +378,8 @@ def refuse_mixing(kind: str) -> str:
             before = torch.get_rng_state()
             model.eval()(tokens, positions)
             assert torch.equal(torch.get_rng_state(), before)
-            model.train()(tokens, positions)
+            for _ in range(8 if kind == "later" else 1):
+                model.train()(tokens, positions)
     except ConfigurationError as error:
         return str(error)
     return ""
@@ -377,6 +387,7 @@ def refuse_mixing(kind: str) -> str:
 
 MIXES = {
     "local positions": "counted on each rank",
+    "buffer": "its buffer center other values",
     "short sequences": "raises an error on whole sequences (IndexError: too long)",
 }
 
@@ -385,7 +396,7 @@ MIXES = {
     "kind",
     [
         *("convolution", "recurrent", "sum", "last", "mean", "shift", "own positions"),
-        *("sum of long sequences", *MIXES),
+        *("sum of long sequences", "in training", "later", *MIXES),
     ],
 )
 def test_models_that_combine_positions_in_other_ways_are_refused(run: Run, kind: str) -> None:

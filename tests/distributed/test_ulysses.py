@@ -364,11 +364,12 @@ def compare_rings() -> tuple[dict[str, float], dict[str, int]]:
         GradientState._reset_state()
         accelerator = Accelerator(parallelism_config=ParallelismConfig(**RING, sp_backend="torch"))
         model = accelerator.prepare(MODELS[kind]())
-        loss_of(model(**batch_of(kind, 0)))  # which compares the model with one rank
+        for number in range(2):
+            loss_of(model(**batch_of(kind, number)))  # which compares the model with one rank
         counting = Counting(torch_private.ring_attention)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch_private, "ring_attention", counting)
-            loss_of(model(**batch_of(kind, 1)))
+            loss_of(model(**batch_of(kind, 2)))
         counts[kind] = counting.calls
     return found, counts
 
@@ -446,11 +447,12 @@ class Counting:
 def count_exchanges() -> list[int]:
     accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="torch"))
     model = accelerator.prepare(_llama(2))
-    loss_of(model(**batch_of("grouped", 0)))  # which compares the model with one rank
+    for number in range(2):
+        loss_of(model(**batch_of("grouped", number)))  # which compares the model with one rank
     counting = Counting(dist.all_to_all_single)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", counting)
-        loss = loss_of(model(**batch_of("grouped", 1)))
+        loss = loss_of(model(**batch_of("grouped", 2)))
         in_forward, counting.calls = counting.calls, 0
         accelerator.backward(loss)
     return [in_forward, counting.calls]
@@ -644,18 +646,77 @@ class MeanOver(Reader):
 
 
 class OtherInTraining(Reader):
-    """Computes another loss in training."""
+    """Draws a factor of its loss in training."""
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, labels: Any = None) -> Any:
         loss, guesses = super().forward(tokens, positions, labels)
-        return (loss + guesses.mean() if self.training else loss), guesses
+        return (loss * torch.rand(()) if self.training else loss), guesses
 
 
 class Dropping(Reader):
     """Drops its attention in training."""
 
+    drops = True
+
     def attend(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.mix(hidden) if self.training else super().attend(hidden)
+        return self.mix(hidden) if self.training and self.drops else super().attend(hidden)
+
+
+class PoolingInTraining(Reader):
+    """Adds the mean over a sequence in training."""
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = super().hidden(tokens, positions)
+        return hidden + hidden.mean(1, keepdim=True) if self.training else hidden
+
+
+class PoolingLater(Reader):
+    """Adds the mean over a sequence from its fourth forward."""
+
+    num_calls = 0
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        hidden = super().hidden(tokens, positions)
+        return hidden + hidden.mean(1, keepdim=True) if self.num_calls >= 4 else hidden
+
+
+class Scattering(Reader):
+    """Adds noise that depends on the length of a sequence in training."""
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = super().hidden(tokens, positions)
+        return hidden + torch.rand_like(hidden) / hidden.shape[1] if self.training else hidden
+
+
+class Centering(Reader):
+    """Keeps a mean over positions, which its next evaluation uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(64))
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = super().hidden(tokens, positions)
+        if not self.training:
+            return hidden - self.center
+        with torch.no_grad():
+            self.center.lerp_(hidden.mean((0, 1)), 0.1)
+        return hidden
+
+
+class Counted(Reader):
+    """Counts its calls in an attribute and in a buffer, and computes the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self.register_buffer("count", torch.zeros(()))
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        self.count += 1
+        return F.dropout(super().hidden(tokens, positions), 0.0, self.training) * self.num_calls
 
 
 class CountingLabels(Reader):
@@ -755,6 +816,26 @@ def _call(accelerator: Accelerator, model: nn.Module, batch: dict[str, torch.Ten
     return accelerator.prepare(model)(**batch)
 
 
+def _call_often(accelerator: Accelerator, model: nn.Module) -> None:
+    model = accelerator.prepare(model)
+    for step in range(8):
+        model(**batch_of("own", step))
+
+
+def _with_other_draws(accelerator: Accelerator) -> None:
+    torch.manual_seed(accelerator.process_index)
+    _call(accelerator, OtherInTraining(), batch_of("own", 0))
+
+
+def _dropped(accelerator: Accelerator) -> None:
+    model = Dropping()
+    model.drops = False
+    prepared = accelerator.prepare(model)
+    for step in range(3):  # the second forward is compared, and not the third one
+        model.drops = step == 2
+        prepared(**batch_of("own", step))
+
+
 def _in_block(accelerator: Accelerator) -> None:
     model, batch = accelerator.prepare(Reader()), batch_of("own", 0)
     whole = batch.pop("labels")
@@ -823,11 +904,16 @@ def _own_function(accelerator: Accelerator) -> None:
 
 MISTAKES: dict[str, tuple[Callable[[Accelerator], Any], str]] = {
     "mean": (lambda a: _call(a, MeanOver(), batch_of("own", 0)), "computes other outputs"),
-    "loss in training": (
-        lambda a: _call(a, OtherInTraining(), batch_of("own", 0)),
-        "in training is .* on the ranks",
+    "loss in training": (_with_other_draws, "in training is .* on the ranks"),
+    "dropped": (_dropped, "0 attention layers .* 1 in its comparison"),
+    "none in training": (
+        lambda a: _call(a, Dropping(), batch_of("own", 0)),
+        "has not called an attention function",
     ),
-    "dropped": (lambda a: _call(a, Dropping(), batch_of("own", 0)), "0 attention layers .* 1 in evaluation"),
+    "pooled in training": (lambda a: _call(a, PoolingInTraining(), batch_of("own", 0)), "computes other out"),
+    "pooled later": (lambda a: _call_often(a, PoolingLater()), "computes other outputs"),
+    "noise": (lambda a: _call(a, Scattering(), batch_of("own", 0)), "computes other outputs"),
+    "buffer": (lambda a: _call(a, Centering(), batch_of("own", 0)), "its buffer center other values"),
     "number": (lambda a: _call(a, CountingLabels(), batch_of("own", 0)), "computes other outputs"),
     "statistics": (lambda a: a.prepare(Normalizing()), "BatchNorm1d.*computes statistics over positions"),
     "delay": (lambda a: _call(a, Delaying(), batch_of("own", 0)), "computes other outputs"),
@@ -855,9 +941,11 @@ MISTAKES: dict[str, tuple[Callable[[Accelerator], Any], str]] = {
 
 def make_mistake(name: str, sizes: dict[str, int]) -> str:
     accelerator = Accelerator(parallelism_config=ParallelismConfig(**sizes, sp_backend="torch"))
-    with pytest.raises((ConfigurationError, PreparationError, IndexError)) as caught:
+    try:
         MISTAKES.get(name, (_own_function,))[0](accelerator)
-    return str(caught.value)
+    except (ConfigurationError, PreparationError, IndexError) as error:
+        return str(error)
+    return "no error"
 
 
 def make_mistakes(sizes: dict[str, int]) -> dict[str, str]:
@@ -917,6 +1005,24 @@ def use_freely() -> dict[str, Any]:
         "copy": float((copy.deepcopy(model)(**batch).loss - again.loss).detach()),
         "pickled": float(not hasattr(pickle.loads(pickle.dumps(own)), "tokens")),
     }
+
+
+def call_counted() -> float:
+    """Returns the largest difference of a model whose outputs depend on the number of its calls."""
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="torch"))
+    set_seed(0)
+    model = Counted()
+    prepared, differences = accelerator.prepare(copy.deepcopy(model)), []
+    for step in range(5):
+        batch = batch_of("own", step)
+        del batch["labels"]
+        differences.append(float((prepared(**batch) - model(**batch)).detach().abs().max()))
+    assert float(prepared.module.count if hasattr(prepared, "module") else prepared.count) == 5
+    return max(differences)
+
+
+def test_a_comparison_does_not_count_as_a_call(run: Run) -> None:
+    assert max(run(call_counted)) < 1e-4
 
 
 def test_a_model_is_used_as_on_one_rank(run: Run) -> None:

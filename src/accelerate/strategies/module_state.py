@@ -28,7 +28,12 @@ class SavedBuffer(NamedTuple):
     @property
     def has_new_version(self) -> bool:
         """True if the module has another tensor now, or torch has noted a change of this one."""
-        return self.module._buffers.get(self.name) is not self.buffer or self.buffer._version != self.version
+        return self.current is not self.buffer or self.buffer._version != self.version
+
+    @property
+    def current(self) -> Tensor | None:
+        """Buffer that the module has now."""
+        return self.module._buffers.get(self.name)
 
 
 class ModuleState:

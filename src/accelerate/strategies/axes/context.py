@@ -5,6 +5,7 @@ Source: https://docs.pytorch.org/tutorials/unstable/context_parallel.html
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -43,6 +44,7 @@ from accelerate.strategies.axes.sequence_check import (
 from accelerate.strategies.axes.sequence_shards import SequenceRanks, consecutive
 from accelerate.strategies.axes.whole_losses import BlockLosses
 from accelerate.strategies.layer import Layer
+from accelerate.strategies.tolerances import must_compare
 
 CALL = "accelerator.maybe_context_parallel"
 
@@ -180,18 +182,20 @@ def _with_checked_attention(
 
 
 class _Forwards:
-    """Hook that records the forward of a model, and compares the first one with sharded sequences."""
+    """Hook that records the forward of a model, and compares some of those with sharded sequences."""
 
     def __init__(self, precision: str) -> None:
         self._precision = precision
-        self._is_checked = False
+        self._calls: Counter[bool] = Counter()  # by the mode of the model
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         sequences = services.of_process(ShardedSequences)
         sequences.model = type(model).__name__
         is_sharded = sequences.length is not None and sequences.shards is not None
-        if is_sharded and not self._is_checked and not torch.compiler.is_compiling():
-            self._is_checked = True
+        if not is_sharded or torch.compiler.is_compiling():
+            return
+        self._calls[model.training] += 1
+        if must_compare(self._calls[model.training]):
             check_forward(model, args, kwargs, sequences, self._precision)
 
 

@@ -2,8 +2,8 @@
 
 Context parallelism replaces attention only. Other code may depend on several positions of a sequence, such as
 a convolution, a recurrent layer, a sum over positions or a choice of the last one, and computes something
-else on a shard. So before the first forward of a model with sharded sequences, all ranks compute the outputs
-for the beginning of the sequences in both ways.
+else on a shard. So before some forwards with sharded sequences, all ranks compute the outputs for the
+beginning of the sequences in both ways.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from accelerate import rng, torch_private
 from accelerate.base import ConfigurationError
 from accelerate.nested import iterate_tensors
 from accelerate.strategies.axes.masks import LatestShards, ShardedSequences
+from accelerate.strategies.fixed_draws import FixedDraws
 from accelerate.strategies.module_state import ModuleState
-from accelerate.strategies.tolerances import tolerance_of
+from accelerate.strategies.tolerances import relative_difference, tolerance_of
 
 CHUNKS = 2
 """Chunks of a sequence on each rank, one from each end, because later positions attend to more positions."""
@@ -47,10 +48,10 @@ def check_forward(
         ConfigurationError: The outputs differ, or positions are counted on each rank.
     """
     name = type(model).__name__
-    compared = _compare(model, args, kwargs, sequences, CHUNK)
+    compared = _compare(model, args, kwargs, sequences, precision, CHUNK)
     if compared.own_error is not None or compared.whole_error is not None:
         # The model may need longer sequences.
-        compared = _compare(model, args, kwargs, sequences, None)
+        compared = _compare(model, args, kwargs, sequences, precision, None)
     if compared.own_error is not None:
         return  # The real forward raises it, too.
     if compared.whole_error is not None:
@@ -67,6 +68,12 @@ def check_forward(
             "be an argument of the model and one of the buffers. Set cp_size=1 for convolutions, recurrent "
             "layers and means over a sequence."
         )
+    if compared.buffer:
+        raise ConfigurationError(
+            f"{name} gives its buffer {compared.buffer} other values with shards of sequences than with "
+            "whole sequences, so context parallelism would train another model. Set cp_size=1 for statistics "
+            "over positions."
+        )
 
 
 class Comparison(NamedTuple):
@@ -76,15 +83,41 @@ class Comparison(NamedTuple):
         difference: Largest relative difference of the outputs.
         own_error: Error of the forward on shards, or None.
         whole_error: Error of the forward on whole sequences, or None.
+        buffer: Name of a buffer with other values, or "".
     """
 
-    difference: float
-    own_error: str | None
-    whole_error: str | None
+    difference: float = 0.0
+    own_error: str | None = None
+    whole_error: str | None = None
+    buffer: str = ""
+
+
+class Computed(NamedTuple):
+    """Results of a forward.
+
+    Attributes:
+        outputs: Tensors in its outputs.
+        buffers: Copies of the buffers that it changes, by name.
+    """
+
+    outputs: list[Tensor]
+    buffers: dict[str, Tensor]
+
+
+def different_buffer(own: Computed, right: Computed, tolerance: float) -> str:
+    """Returns the name of a buffer to which two forwards give other values, or ""."""
+    for name in [*right.buffers, *own.buffers]:
+        first, second = own.buffers.get(name), right.buffers.get(name)
+        if first is None or second is None or first.shape != second.shape:
+            return name
+        is_exact = not (second.is_floating_point() or second.is_complex())
+        if not torch.equal(first, second) if is_exact else relative_difference(first, second, tolerance):
+            return name
+    return ""
 
 
 def _compare(
-    model: nn.Module, args: Any, kwargs: Any, sequences: ShardedSequences, chunk: int | None
+    model: nn.Module, args: Any, kwargs: Any, sequences: ShardedSequences, precision: str, chunk: int | None
 ) -> Comparison:
     """Compares the outputs for the beginning of sequences, or for whole sequences.
 
@@ -93,6 +126,7 @@ def _compare(
         args: Arguments of the forward.
         kwargs: Keyword arguments.
         sequences: The shards.
+        precision: Mixed precision of the run by name.
         chunk: Positions of each chunk that are compared, or None for all.
     """
     shards = sequences.shards
@@ -100,28 +134,30 @@ def _compare(
     tree_map = torch_private.pytree.tree_map_only
     whole = tree_map(Tensor, lambda leaf: _whole_prefix(leaf, shards, chunk), (args, kwargs))
     own = tree_map(Tensor, lambda leaf: _own_shard(leaf, shards, chunk), whole)
-    result = Comparison(0.0, None, None)
-    with torch.no_grad(), in_evaluation(model), _of_prefix(sequences):
+    result, tolerance = Comparison(), tolerance_of(model, precision).relative
+    with torch.no_grad(), comparable(model) as compute, _of_prefix(sequences):
         try:
-            found = _outputs(model, own[0], own[1])
+            found = compute(*own)
         except Exception as error:
             result = result._replace(own_error=_text_of(error))
         else:
             try:
                 with torch_private.attention_replaced(_attend_as_before):
-                    expected = _outputs(model, whole[0], whole[1])
+                    expected = compute(*whole)
             except Exception as error:
                 result = result._replace(whole_error=_text_of(error))
             else:
-                pairs = zip(found, expected, strict=False)
+                pairs = zip(found.outputs, expected.outputs, strict=False)
                 differences = [_difference(*pair, shards, chunk) for pair in pairs]
-                result = result._replace(difference=max(differences, default=0.0))
+                buffer = different_buffer(found, expected, tolerance)
+                result = Comparison(max(differences, default=0.0), buffer=buffer)
     results: list[Any] = [None] * shards.mesh.size()
     dist.all_gather_object(results, result, group=shards.mesh.get_group())
     return Comparison(
         max(each.difference for each in results),
         next((each.own_error for each in results if each.own_error is not None), None),
         next((each.whole_error for each in results if each.whole_error is not None), None),
+        next((each.buffer for each in results if each.buffer), ""),
     )
 
 
@@ -204,10 +240,6 @@ def _difference(own: Tensor, whole: Tensor, shards: LatestShards, chunk: int | N
     return difference / norm if norm else difference
 
 
-def _outputs(model: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
-    return list(iterate_tensors(model.forward(*args, **kwargs)))
-
-
 def _attend_as_before(attention: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
     """Computes attention within this rank."""
     attend: Callable[..., Tensor] = torch_private.scaled_dot_product_attention
@@ -231,21 +263,41 @@ def _of_prefix(sequences: ShardedSequences) -> Iterator[None]:
 
 
 @contextmanager
-def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Restores the modes, the state and the random generators of a model at its end."""
-    state, training = ModuleState(model), [module for module in model.modules() if module.training]
+def comparable(model: nn.Module) -> Iterator[Callable[..., Computed]]:
+    """Yields a function that computes a forward of a model, and leaves no trace of it.
+
+    Each forward starts with the same attributes and buffers unless the one before keeps those that it
+    changes, and random operators return fixed values. The modes of modules are those of the program, because a
+    model may compute something else in training. All is restored at the end.
+    """
+    state = ModuleState(model)
     num_hooks = sum(map(torch_private.num_forward_hooks, model.modules()))
-    for module in training:
-        module.training = False
-    try:
-        with rng.restored_generators(_device_of(model)):
-            yield
-    finally:
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def compute(args: Any, kwargs: Any, *, keeps: bool = False) -> Computed:
+        try:
+            with FixedDraws():
+                outputs = list(iterate_tensors(model.forward(*args, **kwargs)))
+            buffers = {
+                f"{names[id(saved.module)]}.{saved.name}".lstrip("."): saved.current.clone()
+                for saved in state.changed_buffers()
+                if saved.current is not None
+            }
+        finally:
+            if not keeps:
+                restore()
+        return Computed(outputs, buffers)
+
+    def restore() -> None:
         flags = state.new_flags()
         state.restore_values()
         if num_hooks != sum(map(torch_private.num_forward_hooks, model.modules())):
             for module, name in flags:  # by which models of transformers note that their hooks are added
                 setattr(module, name, True)
-        for module in training:
-            module.training = True
+
+    try:
+        with rng.restored_generators(_device_of(model)), torch_private.without_reentrant_checkpoints():
+            yield compute
+    finally:
+        restore()
         torch.clear_autocast_cache()

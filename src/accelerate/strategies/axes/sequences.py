@@ -11,6 +11,7 @@ Sequence Parallelism, https://arxiv.org/abs/2405.07719
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -56,6 +57,7 @@ from accelerate.strategies.axes.trainer_batches import count_whole_batches
 from accelerate.strategies.axes.whole_check import Checked, OutputDims, check_forward
 from accelerate.strategies.axes.whole_losses import BlockLosses
 from accelerate.strategies.layer import Layer
+from accelerate.strategies.tolerances import must_compare
 
 T = TypeVar("T")
 
@@ -159,6 +161,7 @@ class _Forwards:
         self._ranks, self._dims, self._precision = ranks, dims, precision
         self._has_trained = False
         self._others: set[int] = set()  # lengths of queries and keys besides sequences
+        self._calls: Counter[Any] = Counter()  # by the mode of the model and the kind of its arguments
         self._checked: dict[Any, Checked] = {}
         self._open: list[tuple[ShardedForward | None, OutputDims | None, ShardedForward | None] | None] = []
 
@@ -201,16 +204,19 @@ class _Forwards:
         entire = inputs
         if in_block:
             inputs = whole_masks(inputs, shards)
-            if inputs.signature(length, self._dims) not in self._checked or part is not None:
-                entire = whole(inputs, shards, self._dims)
-        signature = inputs.signature(length, self._dims)
+        kind = model.training, inputs.signature(length, self._dims)
+        checked = self._checked.get(kind)
+        self._calls[kind] += 1
+        if must_compare(self._calls[kind]):
+            checked = None
+        if in_block and (checked is None or part is not None):
+            entire = whole(inputs, shards, self._dims)
         complete = partial(_completed, model, part)
-        checked = self._checked.get(signature)
         if checked is None:
             checked = check_forward(model, entire, complete, shards, self._dims, self._precision)
             self._others |= checked.others
             if checked.is_complete:
-                self._checked[signature] = checked
+                self._checked[kind] = checked
         if self._others & set(shards.sizes):
             if in_block:
                 raise ConfigurationError(
@@ -255,10 +261,7 @@ class _Forwards:
         return outputs
 
     def _check_losses(self, model: nn.Module, losses: list[Tensor], shards: SequenceShards) -> None:
-        """Raises an error if the first losses to train are those of the positions of each rank.
-
-        The comparison before the first forward is one in evaluation.
-        """
+        """Raises an error if the first losses to train are those of the positions of each rank."""
         if self._has_trained:
             return
         self._has_trained = True

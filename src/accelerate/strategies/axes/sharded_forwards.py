@@ -48,7 +48,7 @@ class ShardedForward:
         self.num_others = 0  # calls in the same places that have not
 
     def count_layers(self) -> None:
-        """Raises an error if fewer attention layers than in evaluation come before a loss or the end.
+        """Raises an error if fewer attention layers than in the comparison come before a loss or the end.
 
         Ranks that drop different layers would exchange the heads of different layers, or wait for an exchange
         while others compute the loss.
@@ -59,7 +59,7 @@ class ShardedForward:
             ranks = self.shards.ranks
             raise ConfigurationError(
                 f"The model computes {self.num_attentions} attention layers in this training step, and "
-                f"{expected[0]} in evaluation. Ranks of {ranks.sizes} may drop different layers, because "
+                f"{expected[0]} in its comparison. Ranks of {ranks.sizes} may drop different layers, because "
                 "their random numbers differ, and would exchange the heads of different layers. Do not drop "
                 f"layers (layerdrop=0 for models of transformers), or set {ranks.ones}."
             )

@@ -2,8 +2,8 @@
 
 Attention exchanges heads for sequences, and everything else sees the positions of a rank. Code that depends
 on several positions, such as a mean over a sequence, positions that are counted on each rank, or attention
-that is not computed by a replaced function, computes something else. So before the first forward with
-arguments of a kind, all ranks compute the outputs for the beginning of the sequences in both ways.
+that is not computed by a replaced function, computes something else. So before some forwards with arguments
+of a kind, all ranks compute the outputs for the beginning of the sequences in both ways.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accelerate.base import ConfigurationError
-from accelerate.nested import iterate_tensors
 from accelerate.precision import AutocastForward
 from accelerate.strategies.axes.counted_positions import Site, SitesOf
-from accelerate.strategies.axes.sequence_check import in_evaluation
+from accelerate.strategies.axes.sequence_check import Computed, comparable, different_buffer
 from accelerate.strategies.axes.sequence_inputs import Inputs, beginning, sharded
 from accelerate.strategies.axes.sequence_shards import SequenceRanks, SequenceShards, divide
 from accelerate.strategies.axes.sharded_forwards import ShardedForward, sequence_state
 from accelerate.strategies.dtensors import units_of
 from accelerate.strategies.tolerances import tolerance_of
 
+Compute = Callable[..., Computed]
 OutputDims = list[int | None]
 """Dimension of the positions in each tensor of the outputs, or None for a tensor without positions."""
 POSITIONS = 512
@@ -52,6 +52,7 @@ class Result(NamedTuple):
         is_counted: Whether places that count positions do so in each forward, and not for a cache.
         of_padding: Relative difference of outputs for padding before tokens, by positions that count it.
         others: Lengths of queries and keys that are not those of the sequences.
+        buffer: Name of a buffer with other values, or "".
     """
 
     difference: float = 0.0
@@ -66,6 +67,7 @@ class Result(NamedTuple):
     is_counted: bool = True
     of_padding: float = 0.0
     others: frozenset[int] = frozenset()
+    buffer: str = ""
 
 
 class Checked(NamedTuple):
@@ -135,8 +137,9 @@ def check_forward(
     name, ranks = type(model).__name__, shards.ranks
     if precision in ("fp16", "bf16") and _has_autocast(model):
         precision = "no"  # in which smaller differences are found
-    compare = partial(_compare_enough, model, inputs, complete, shards, dims)
-    compared, used, limit = compare(frozenset()), frozenset[Site](), _limit(model, precision)
+    limit = _limit(model, precision)
+    compare = partial(_compare_enough, model, inputs, complete, shards, dims, limit)
+    compared, used = compare(frozenset()), frozenset[Site]()
     if all(each.has_sites for each in compared.results) and not _are_equal(compared.results, limit):
         counted = compare(compared.sites)
         if _are_equal(counted.results, limit):
@@ -161,21 +164,22 @@ def _compare_enough(
     complete: Callable[[Inputs, int], Inputs],
     shards: SequenceShards,
     dims: Mapping[str, int | None],
+    limit: float,
     sites: frozenset[Site],
 ) -> Comparison:
     """Compares the beginning of sequences, or whole sequences if it has no outputs."""
     ranks = len(shards.sizes)
     size = min(shards.length, ranks * POSITIONS + shards.length % ranks)
-    compared = _compare(model, inputs, complete, shards, size, dims, sites)
+    compared = _compare(model, inputs, complete, shards, size, dims, limit, sites)
     if size < shards.length and (
         compared.is_ambiguous
         or any(each.own_error or each.whole_error or each.is_undefined for each in compared.results)
     ):
-        compared = _compare(model, inputs, complete, shards, shards.length, dims, sites)
+        compared = _compare(model, inputs, complete, shards, shards.length, dims, limit, sites)
     return compared
 
 
-def _difference_of_padding(model: nn.Module, entire: Inputs, completed: Inputs) -> float:
+def _difference_of_padding(compute: Compute, entire: Inputs, completed: Inputs) -> float:
     """Returns how much the outputs for padding before tokens change with positions that count padding."""
     mask = entire.get("attention_mask")
     is_added = completed.has("position_ids") and not entire.has("position_ids")
@@ -184,7 +188,7 @@ def _difference_of_padding(model: nn.Module, entire: Inputs, completed: Inputs) 
     padded = mask.clone()
     padded[:, : mask.shape[1] // 2] = 0
     outputs = [
-        iterate_tensors(model.forward(*changed.args, **changed.kwargs))
+        compute(changed.args, changed.kwargs).outputs
         for changed in (
             inputs.map(lambda name, tensor: padded if name == "attention_mask" else tensor)
             for inputs in (entire, completed)
@@ -206,6 +210,7 @@ def _are_equal(results: list[Result], limit: float) -> bool:
         and each.num_attentions
         and each.is_counted
         and each.difference <= limit
+        and not each.buffer
         for each in results
     )
 
@@ -259,6 +264,12 @@ def _refuse_differences(name: str, ranks: SequenceRanks, results: list[Result], 
             f"for each position is computed from the outputs, outside of the model. Set {ranks.ones} for "
             "means over a sequence, pooled outputs and labels that the model shifts."
         )
+    if buffer := next((each.buffer for each in results if each.buffer), None):
+        raise ConfigurationError(
+            f"{name} gives its buffer {buffer} other values with the positions of a rank than with whole "
+            f"sequences, so {ranks.sizes} would train another model. Set {ranks.ones} for statistics over "
+            "positions."
+        )
 
 
 def _multiplies_exactly() -> bool:
@@ -272,6 +283,7 @@ def _compare(
     shards: SequenceShards,
     size: int,
     dims: Mapping[str, int | None],
+    limit: float,
     sites: frozenset[Site],
 ) -> Comparison:
     """Compares the outputs for the first positions."""
@@ -283,8 +295,8 @@ def _compare(
     state, found = sequence_state(), OutputDims()
     state.depth += 1
     try:
-        with torch.no_grad(), in_evaluation(model), _without_autocast(model):
-            expected, error, noted = _run_whole(model, entire, size)
+        with torch.no_grad(), _without_autocast(model), comparable(model) as compute:
+            expected, error, noted = _run_whole(compute, entire, size)
             text = None if error is None else f"{type(error).__name__}: {error}"
             result = Result(
                 inputs=_summary(entire),
@@ -299,9 +311,9 @@ def _compare(
             if not is_ambiguous and not any(
                 each.whole_error or each.inputs != result.inputs for each in results
             ):
-                result, found = _run(model, expected, own, forward, result)
+                result, found = _run(compute, expected, own, forward, result, limit)
                 if not result.own_error:
-                    result = result._replace(of_padding=_difference_of_padding(model, entire, completed))
+                    result = result._replace(of_padding=_difference_of_padding(compute, entire, completed))
                 results = _gathered(result, shards)
     finally:
         state.depth -= 1
@@ -333,35 +345,33 @@ def _without_autocast(model: nn.Module) -> Iterator[None]:
         vars(model)["forward"] = forward
 
 
-def _run_whole(
-    model: nn.Module, entire: Inputs, length: int
-) -> tuple[list[Tensor], Exception | None, SitesOf]:
+def _run_whole(compute: Compute, entire: Inputs, length: int) -> tuple[Computed, Exception | None, SitesOf]:
     """Returns the outputs for whole sequences or the error, and what the forward has noted."""
     state = sequence_state()
     before = state.set(None)
     try:
         with SitesOf(length) as noted:
-            return list(iterate_tensors(model.forward(*entire.args, **entire.kwargs))), None, noted
+            return compute(entire.args, entire.kwargs), None, noted
     except Exception as error:
-        return [], error, noted
+        return Computed([], {}), error, noted
     finally:
         state.set(before)
 
 
 def _run(
-    model: nn.Module, expected: list[Tensor], own: Inputs, forward: ShardedForward, result: Result
+    compute: Compute, expected: Computed, own: Inputs, forward: ShardedForward, result: Result, limit: float
 ) -> tuple[Result, OutputDims]:
     """Compares the outputs for the positions of this rank with those for whole sequences."""
     state = sequence_state()
     before = state.set(forward)
     try:
-        outputs = list(iterate_tensors(model.forward(*own.args, **own.kwargs)))
+        found = compute(own.args, own.kwargs, keeps=bool(forward.sites))
         forward.count_layers()
         result = result._replace(num_attentions=forward.num_attentions, counts=tuple(forward.counts))
         if forward.sites:
             again = ShardedForward(forward.shards, forward.positions, forward.sites)
             state.set(again)
-            model.forward(*own.args, **own.kwargs)
+            compute(own.args, own.kwargs)  # a cache of positions is not counted again
             is_counted = again.num_counted == forward.num_counted > 0 == forward.num_others
             result = result._replace(is_counted=is_counted)
     except ConfigurationError:
@@ -370,7 +380,8 @@ def _run(
         return result._replace(own_error=f"{type(error).__name__}: {error}"), []
     finally:
         state.set(before)
-    return _differences(outputs, expected, forward.shards, result)
+    result = result._replace(buffer=different_buffer(found, expected, limit))
+    return _differences(found.outputs, expected.outputs, forward.shards, result)
 
 
 def _differences(

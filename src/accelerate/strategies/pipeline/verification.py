@@ -26,7 +26,7 @@ from accelerate import rng, torch_private
 from accelerate.base import ConfigurationError, PreparationError, StateError, listed
 from accelerate.strategies.batches import LossFunction, loss_of
 from accelerate.strategies.dtensors import named_parameters, whole_tensor
-from accelerate.strategies.mean_draws import MeanDraws
+from accelerate.strategies.fixed_draws import FixedDraws
 from accelerate.strategies.pipeline.microbatches import MicroBatch, not_additive, split_into_microbatches
 from accelerate.strategies.pipeline.nested_tensors import flatten, tensors_in
 from accelerate.strategies.pipeline.reference import (
@@ -149,7 +149,7 @@ class Verification:
             with pipeline.counted_values.recording():
                 if len(parts) > 1:
                     self._check_parts(reference, parts, whole, on_one_rank, reading, is_sum)
-                with torch.enable_grad(), self._autocast(), MeanDraws():
+                with torch.enable_grad(), self._autocast(), FixedDraws():
                     expected = _compute(reference, pipeline, compared, on_one_rank)
             del reference, on_one_rank, reading
         if not all(loss.isfinite() for loss in expected.losses):
@@ -184,7 +184,7 @@ class Verification:
         with whole_reference(self._structure, pipeline) as reference, pipeline.sharing_errors():
             if len(parts) > 1:
                 self._check_parts(reference, parts, whole)
-            with self._autocast(), MeanDraws():
+            with self._autocast(), FixedDraws():
                 expected = _compute(reference, pipeline, compared)
             del reference
         found = _compute_in_pipeline(pipeline, calls, compared, expected.changes)
@@ -205,7 +205,7 @@ class Verification:
         context = nullcontext() if is_exact else self._autocast()
         tolerance = TOLERANCES["no"] if is_exact else self._tolerance
         losses: list[Tensor] = []
-        with torch.no_grad(), context, MeanDraws(), fixed_statistics(reference) as statistics:
+        with torch.no_grad(), context, FixedDraws(), fixed_statistics(reference) as statistics:
             finish = finisher and finisher(parts, scale=lambda loss: loss, losses=losses)
 
             def compute(index: int) -> Any:
@@ -442,7 +442,7 @@ def _compute_in_pipeline(
         for stage, module, original in originals:
             assert original is not None
             module.compute = partial(compute, stage, original)
-        with restored_state(model), rng.restored_generators(pipeline.device), MeanDraws():
+        with restored_state(model), rng.restored_generators(pipeline.device), FixedDraws():
             pipeline.run(parts, end, has_backward=finish is not None, shares_error=True)
             if finish is not None:
                 pipeline.sum_shared_gradients()

@@ -1,4 +1,4 @@
-"""Random functions that return their mean, so that two computations of a model can be compared."""
+"""Random functions that return fixed values, so that two computations of a model can be compared."""
 
 from __future__ import annotations
 
@@ -41,16 +41,24 @@ def _in_order(output: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     return output.copy_(torch.arange(arguments["n"]))
 
 
-_HALF, _ZERO = _fill(lambda arguments: 0.5), _fill(lambda arguments: 0.0)
-_LOW, _MEAN = _fill(lambda arguments: arguments.get("low", 0)), _fill(lambda arguments: arguments["mean"])
-_MEANS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
-    "rand": _HALF,
-    "rand_like": _HALF,
-    "uniform_": _fill(lambda arguments: (arguments["from"] + arguments["to"]) / 2),
-    "randn": _ZERO,
-    "randn_like": _ZERO,
-    "normal": _MEAN,
-    "normal_": _MEAN,
+def _normal(arguments: Mapping[str, Any]) -> Any:
+    return arguments["mean"] + arguments["std"] / 2
+
+
+def _uniform(arguments: Mapping[str, Any]) -> Any:
+    return arguments["from"] / 4 + arguments["to"] * 3 / 4
+
+
+_RAND, _RANDN, _NORMAL = _fill(lambda arguments: 0.75), _fill(lambda arguments: 0.5), _fill(_normal)
+_LOW = _fill(lambda arguments: arguments.get("low", 0))
+_FIXED: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
+    "rand": _RAND,
+    "rand_like": _RAND,
+    "uniform_": _fill(_uniform),
+    "randn": _RANDN,
+    "randn_like": _RANDN,
+    "normal": _NORMAL,
+    "normal_": _NORMAL,
     "exponential_": _fill(lambda arguments: 1.0 / arguments["lambd"]),
     "randint": _LOW,
     "randint_like": _LOW,
@@ -61,15 +69,20 @@ _MEANS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "_fused_dropout": _without_dropout,
     "multinomial": _most_likely,
 }
-"""Operators of ATen by name, and what replaces their output."""
+"""Operators of ATen by name, and what replaces their output.
+
+Numbers are not the mean, because noise with a mean of zero must not vanish: its scale may depend on a shape.
+"""
 
 
-class MeanDraws(torch_private.TorchDispatchMode):  # type: ignore[misc]
-    """Context in which random operators return their mean, and dropout keeps all values.
+class FixedDraws(torch_private.TorchDispatchMode):  # type: ignore[misc]
+    """Context in which random operators return fixed values, and dropout keeps all values.
 
     Other random operators draw as after `torch.manual_seed(0)`. The generators of torch are restored at the
     end if it is inside of `torch.random.fork_rng`.
     """
+
+    supports_higher_order_operators = True  # such as flex_attention, which draws no numbers
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +95,7 @@ class MeanDraws(torch_private.TorchDispatchMode):  # type: ignore[misc]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return func(*args, **kwargs)
         arguments = torch_private.arguments_of(func, args, kwargs)
         if "dropout_p" in arguments:
@@ -92,5 +105,5 @@ class MeanDraws(torch_private.TorchDispatchMode):  # type: ignore[misc]
         else:
             torch.manual_seed(0)
         outputs = torch_private.call_with(func, arguments)
-        replace = _MEANS.get(func.overloadpacket.__name__)
+        replace = _FIXED.get(func.overloadpacket.__name__)
         return outputs if replace is None else replace(outputs, arguments)
