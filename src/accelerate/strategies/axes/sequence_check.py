@@ -267,7 +267,7 @@ def comparable(model: nn.Module) -> Iterator[Callable[..., Computed]]:
     """Yields a function that computes a forward of a model, and leaves no trace of it.
 
     Each forward starts with the same attributes and buffers unless the one before keeps those that it
-    changes, and random operators return fixed values. The modes of modules are those of the program, because a
+    changes. Random operators return fixed values. The modes of modules are those of the program, because a
     model may compute something else in training. All is restored at the end.
     """
     state = ModuleState(model)
