@@ -144,7 +144,7 @@ def average(layout: str, kind: str, **options: Any) -> Any:
     naive = whole_weights(accelerator, model)
     num_collectives = 0
     for number in range(3):
-        num_collectives += step(accelerator, model, optimizer, number)
+        num_collectives = step(accelerator, model, optimizer, number)  # pipelines compare steps 1 and 2
         for name, value in whole_weights(accelerator, model).items():
             naive[name].lerp_(value, 1 - DECAY)
     before = exported(accelerator, model, "model")

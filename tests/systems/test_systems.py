@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
@@ -29,8 +30,8 @@ class System:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder, self.output = name, folder, folder / "output"
-        self.temporary = folder / "temporary"
-        self.temporary.mkdir()
+        self._temporary = TemporaryDirectory()  # with a short path, because that of a socket is limited
+        self.temporary = Path(self._temporary.name)
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, *words: object) -> subprocess.Popen[bytes]:
@@ -71,6 +72,7 @@ class System:
             process.kill()
         for started in self._started:
             started.wait()
+        self._temporary.cleanup()
         return left
 
 
