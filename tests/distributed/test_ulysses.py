@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import re
 import warnings
 from collections.abc import Callable
@@ -650,7 +651,7 @@ class OtherInTraining(Reader):
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, labels: Any = None) -> Any:
         loss, guesses = super().forward(tokens, positions, labels)
-        return (loss * torch.rand(()) if self.training else loss), guesses
+        return (loss * random.random() if self.training else loss), guesses
 
 
 class Dropping(Reader):
@@ -689,6 +690,14 @@ class Scattering(Reader):
         return hidden + torch.rand_like(hidden) / hidden.shape[1] if self.training else hidden
 
 
+class DroppingPaths(Reader):
+    """Drops the attention of whole rows in training, of which the first comparison keeps all."""
+
+    def attend(self, hidden: torch.Tensor) -> torch.Tensor:
+        kept = torch.rand(len(hidden), 1, 1) > 0.1 if self.training else 1.0
+        return super().attend(hidden) * kept
+
+
 class Centering(Reader):
     """Keeps a mean over positions, which its next evaluation uses."""
 
@@ -716,6 +725,7 @@ class Counted(Reader):
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         self.num_calls += 1
         self.count += 1
+        torch.rand(())  # which nothing depends on
         return F.dropout(super().hidden(tokens, positions), 0.0, self.training) * self.num_calls
 
 
@@ -823,8 +833,16 @@ def _call_often(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 def _with_other_draws(accelerator: Accelerator) -> None:
-    torch.manual_seed(accelerator.process_index)
+    random.seed(accelerator.process_index)
     _call(accelerator, OtherInTraining(), batch_of("own", 0))
+
+
+def _with_other_states(accelerator: Accelerator) -> None:
+    model = accelerator.prepare(DroppingPaths())
+    set_seed(0)
+    model(**batch_of("own", 0))  # with the same numbers on all ranks
+    set_seed(0, device_specific=True)
+    model(**batch_of("own", 1))
 
 
 def _dropped(accelerator: Accelerator) -> None:
@@ -913,6 +931,7 @@ MISTAKES: dict[str, tuple[Callable[[Accelerator], Any], str]] = {
     "pooled in training": (lambda a: _call(a, PoolingInTraining(), batch_of("own", 0)), "computes other out"),
     "pooled later": (lambda a: _call_often(a, PoolingLater()), "computes other outputs"),
     "noise": (lambda a: _call(a, Scattering(), batch_of("own", 0)), "computes other outputs"),
+    "draws of rows": (_with_other_states, r"draws numbers for whole sequences \(rand of shape \[2, 1, 1\]\)"),
     "buffer": (lambda a: _call(a, Centering(), batch_of("own", 0)), "its buffer center other values"),
     "number": (lambda a: _call(a, CountingLabels(), batch_of("own", 0)), "computes other outputs"),
     "statistics": (lambda a: a.prepare(Normalizing()), "BatchNorm1d.*computes statistics over positions"),
@@ -1012,6 +1031,7 @@ def call_counted() -> float:
     accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="torch"))
     set_seed(0)
     model = Counted()
+    torch.manual_seed(accelerator.process_index)
     prepared, differences = accelerator.prepare(copy.deepcopy(model)), []
     for step in range(5):
         batch = batch_of("own", step)

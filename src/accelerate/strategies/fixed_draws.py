@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,21 +10,44 @@ from torch import Tensor
 
 from accelerate import torch_private
 
+Draw = tuple[str, tuple[int, ...]]
+"""Name of an operator that draws random numbers, and the shape of them."""
+Replacement = Callable[[Any, Mapping[str, Any]], Any]
+"""Function that changes the outputs of an operator in place, by its arguments."""
 
-def _fill(value: Callable[[Mapping[str, Any]], Any]) -> Callable[[Tensor, Mapping[str, Any]], Any]:
+
+def _fill(value: Callable[[Mapping[str, Any]], Any]) -> Replacement:
     """Returns a function that fills the output of an operator with a value of its arguments."""
 
     def fill(output: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        mean = value(arguments)
-        return output.copy_(mean) if isinstance(mean, Tensor) else output.fill_(mean)
+        filled = value(arguments)
+        return output.copy_(filled) if isinstance(filled, Tensor) else output.fill_(filled)
 
     return fill
 
 
-def _probabilities(arguments: Mapping[str, Any]) -> Any:
-    """Returns the mean of Bernoulli variables, rounded for a tensor of probabilities."""
-    p = arguments.get("p", arguments["self"])
-    return p >= 0.5 if isinstance(p, Tensor) else p
+def _constant(value: float) -> Replacement:
+    return _fill(lambda _: value)
+
+
+def _uniform(share: float) -> Replacement:
+    return _fill(lambda each: each["from"] + share * (each["to"] - each["from"]))
+
+
+def _normal(deviations: float) -> Replacement:
+    return _fill(lambda each: each["mean"] + deviations * each["std"])
+
+
+def _bernoulli(is_likely: bool) -> Replacement:
+    """Returns a function that fills with the probability, or with the most or least likely of 0 and 1."""
+
+    def value(arguments: Mapping[str, Any]) -> Any:
+        p = arguments.get("p", arguments["self"])
+        if isinstance(p, Tensor):
+            return (p >= 0.5) == is_likely
+        return p if is_likely else 0.0
+
+    return _fill(value)
 
 
 def _without_dropout(outputs: Any, arguments: Mapping[str, Any]) -> Any:
@@ -33,43 +56,49 @@ def _without_dropout(outputs: Any, arguments: Mapping[str, Any]) -> Any:
     return values.copy_(arguments.get("input", arguments.get("self"))), mask.fill_(1)
 
 
-def _most_likely(output: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-    return output.copy_(arguments["self"].topk(arguments["num_samples"]).indices)
+def _all_dropped(outputs: Any, arguments: Mapping[str, Any]) -> Any:
+    values, mask = outputs
+    return values.zero_(), mask.zero_()
 
 
-def _in_order(output: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-    return output.copy_(torch.arange(arguments["n"]))
+def _multinomial(is_likely: bool) -> Replacement:
+    def choose(output: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        return output.copy_(arguments["self"].topk(arguments["num_samples"], largest=is_likely).indices)
+
+    return choose
 
 
-def _normal(arguments: Mapping[str, Any]) -> Any:
-    return arguments["mean"] + arguments["std"] / 2
+def _randperm(is_reversed: bool) -> Replacement:
+    def order(output: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        numbers = torch.arange(arguments["n"])
+        return output.copy_(numbers.flip(0) if is_reversed else numbers)
+
+    return order
 
 
-def _uniform(arguments: Mapping[str, Any]) -> Any:
-    return arguments["from"] / 4 + arguments["to"] * 3 / 4
-
-
-_RAND, _RANDN, _NORMAL = _fill(lambda arguments: 0.75), _fill(lambda arguments: 0.5), _fill(_normal)
-_LOW = _fill(lambda arguments: arguments.get("low", 0))
-_FIXED: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
+_RAND, _RANDN = [_constant(0.75), _constant(1e-3)], [_constant(0.5), _constant(-1.5)]
+_NORMAL, _BERNOULLI = [_normal(0.5), _normal(-1.5)], [_bernoulli(True), _bernoulli(False)]
+_DROPOUT = [_without_dropout, _all_dropped]
+_RANDINT = [_fill(lambda each: each.get("low", 0)), _fill(lambda each: each["high"] - 1)]
+_FIXED: dict[str, Sequence[Replacement]] = {
     "rand": _RAND,
     "rand_like": _RAND,
-    "uniform_": _fill(_uniform),
+    "uniform_": [_uniform(0.75), _uniform(1e-3)],
     "randn": _RANDN,
     "randn_like": _RANDN,
     "normal": _NORMAL,
     "normal_": _NORMAL,
-    "exponential_": _fill(lambda arguments: 1.0 / arguments["lambd"]),
-    "randint": _LOW,
-    "randint_like": _LOW,
-    "randperm": _in_order,
-    "bernoulli": _fill(_probabilities),
-    "bernoulli_": _fill(_probabilities),
-    "native_dropout": _without_dropout,
-    "_fused_dropout": _without_dropout,
-    "multinomial": _most_likely,
+    "exponential_": [_fill(lambda each: 1.0 / each["lambd"]), _fill(lambda each: 3.0 / each["lambd"])],
+    "randint": _RANDINT,
+    "randint_like": _RANDINT,
+    "randperm": [_randperm(False), _randperm(True)],
+    "bernoulli": _BERNOULLI,
+    "bernoulli_": _BERNOULLI,
+    "native_dropout": _DROPOUT,
+    "_fused_dropout": _DROPOUT,
+    "multinomial": [_multinomial(True), _multinomial(False)],
 }
-"""Operators of ATen by name, and what replaces their output.
+"""Operators of ATen by name, and what replaces their output, with another choice.
 
 Numbers are not the mean, because noise with a mean of zero must not vanish: its scale may depend on a shape.
 """
@@ -78,14 +107,18 @@ Numbers are not the mean, because noise with a mean of zero must not vanish: its
 class FixedDraws(torch_private.TorchDispatchMode):  # type: ignore[misc]
     """Context in which random operators return fixed values, and dropout keeps all values.
 
-    Other random operators draw as after `torch.manual_seed(0)`. The generators of torch are restored at the
-    end if it is inside of `torch.random.fork_rng`.
+    Other random operators draw as after `torch.manual_seed(0)`. The caller restores the generators of torch.
+
+    Args:
+        others: Draws whose values are other fixed ones, by which code that depends on them is found.
     """
 
     supports_higher_order_operators = True  # such as flex_attention, which draws no numbers
 
-    def __init__(self) -> None:
+    def __init__(self, others: Collection[Draw] = ()) -> None:
         super().__init__()
+        self.draws: set[Draw] = set()  # from the generators of torch
+        self._others = others
 
     def __torch_dispatch__(
         self,
@@ -100,10 +133,16 @@ class FixedDraws(torch_private.TorchDispatchMode):  # type: ignore[misc]
         arguments = torch_private.arguments_of(func, args, kwargs)
         if "dropout_p" in arguments:
             arguments["dropout_p"] = 0.0
-        if arguments.get("generator") is not None:  # that of the user keeps its state
+        is_own = arguments.get("generator") is not None
+        if is_own:  # that of the user keeps its state
             arguments["generator"] = torch.Generator(arguments["generator"].device).manual_seed(0)
         else:
             torch.manual_seed(0)
-        outputs = torch_private.call_with(func, arguments)
-        replace = _FIXED.get(func.overloadpacket.__name__)
-        return outputs if replace is None else replace(outputs, arguments)
+        outputs, name = torch_private.call_with(func, arguments), func.overloadpacket.__name__
+        if name not in _FIXED:
+            return outputs
+        first = outputs if isinstance(outputs, Tensor) else outputs[0]
+        draw = name, tuple(first.shape)
+        if not is_own:
+            self.draws.add(draw)
+        return _FIXED[name][draw in self._others](outputs, arguments)

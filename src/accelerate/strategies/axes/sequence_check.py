@@ -8,7 +8,8 @@ beginning of the sequences in both ways.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from accelerate import rng, torch_private
 from accelerate.base import ConfigurationError
 from accelerate.nested import iterate_tensors
 from accelerate.strategies.axes.masks import LatestShards, ShardedSequences
-from accelerate.strategies.fixed_draws import FixedDraws
+from accelerate.strategies.fixed_draws import Draw, FixedDraws
 from accelerate.strategies.module_state import ModuleState
 from accelerate.strategies.tolerances import relative_difference, tolerance_of
 
@@ -74,6 +75,8 @@ def check_forward(
             "whole sequences, so context parallelism would train another model. Set cp_size=1 for statistics "
             "over positions."
         )
+    if compared.draw:
+        raise ConfigurationError(explain_draw(name, compared.draw, "cp_size"))
 
 
 class Comparison(NamedTuple):
@@ -84,12 +87,14 @@ class Comparison(NamedTuple):
         own_error: Error of the forward on shards, or None.
         whole_error: Error of the forward on whole sequences, or None.
         buffer: Name of a buffer with other values, or "".
+        draw: Draw on which the outputs depend, and which ranks compute with different numbers, or "".
     """
 
     difference: float = 0.0
     own_error: str | None = None
     whole_error: str | None = None
     buffer: str = ""
+    draw: str = ""
 
 
 class Computed(NamedTuple):
@@ -98,10 +103,12 @@ class Computed(NamedTuple):
     Attributes:
         outputs: Tensors in its outputs.
         buffers: Copies of the buffers that it changes, by name.
+        draws: Random numbers that it draws.
     """
 
     outputs: list[Tensor]
     buffers: dict[str, Tensor]
+    draws: set[Draw]
 
 
 def different_buffer(own: Computed, right: Computed, tolerance: float) -> str:
@@ -114,6 +121,45 @@ def different_buffer(own: Computed, right: Computed, tolerance: float) -> str:
         if not torch.equal(first, second) if is_exact else relative_difference(first, second, tolerance):
             return name
     return ""
+
+
+def draw_of_whole(
+    compute: Callable[..., Computed],
+    inputs: tuple[Any, Any],
+    right: Computed,
+    own: Computed,
+    tolerance: float,
+) -> str:
+    """Returns a draw on which outputs for whole sequences depend, and which each rank computes again, or "".
+
+    A draw without positions has the same shape on shards. Ranks draw the same numbers only if their
+    generators have the same state.
+    """
+    draws = right.draws & own.draws
+    if not draws:
+        return ""
+    other = compute(*inputs, others=draws)
+    pairs = zip(right.outputs, other.outputs, strict=False)
+    is_equal = len(right.outputs) == len(other.outputs) and not any(
+        relative_difference(changed, outputs, tolerance) for outputs, changed in pairs
+    )
+    name, shape = min(draws)
+    return "" if is_equal else f"{name} of shape {list(shape)}"
+
+
+def state_of_generators() -> int:
+    """Returns a number that is equal on ranks whose generators of torch have the same state."""
+    states = iterate_tensors(list(rng.capture().values()))
+    return zlib.crc32(b"".join(state.numpy().tobytes() for state in states))
+
+
+def explain_draw(name: str, draw: str, sizes: str) -> str:
+    """Returns the message for ranks that draw different numbers for the same sequences."""
+    return (
+        f"{name} draws numbers for whole sequences ({draw}), and the random generators of the ranks of "
+        f"{sizes} have different states, so each rank would compute its positions with other numbers. Pass "
+        "these numbers as an argument of the model, or call set_seed with device_specific=False."
+    )
 
 
 def _compare(
@@ -134,7 +180,7 @@ def _compare(
     tree_map = torch_private.pytree.tree_map_only
     whole = tree_map(Tensor, lambda leaf: _whole_prefix(leaf, shards, chunk), (args, kwargs))
     own = tree_map(Tensor, lambda leaf: _own_shard(leaf, shards, chunk), whole)
-    result, tolerance = Comparison(), tolerance_of(model, precision).relative
+    result, tolerance, states = Comparison(), tolerance_of(model, precision).relative, state_of_generators()
     with torch.no_grad(), comparable(model) as compute, _of_prefix(sequences):
         try:
             found = compute(*own)
@@ -144,20 +190,24 @@ def _compare(
             try:
                 with torch_private.attention_replaced(_attend_as_before):
                     expected = compute(*whole)
+                    draw = draw_of_whole(compute, whole, expected, found, tolerance)
             except Exception as error:
                 result = result._replace(whole_error=_text_of(error))
             else:
                 pairs = zip(found.outputs, expected.outputs, strict=False)
                 differences = [_difference(*pair, shards, chunk) for pair in pairs]
                 buffer = different_buffer(found, expected, tolerance)
-                result = Comparison(max(differences, default=0.0), buffer=buffer)
-    results: list[Any] = [None] * shards.mesh.size()
-    dist.all_gather_object(results, result, group=shards.mesh.get_group())
+                result = Comparison(max(differences, default=0.0), buffer=buffer, draw=draw)
+    gathered: list[Any] = [None] * shards.mesh.size()
+    dist.all_gather_object(gathered, (result, states), group=shards.mesh.get_group())
+    results = [each for each, _ in gathered]
+    have_same_states = all(state == states for _, state in gathered)
     return Comparison(
         max(each.difference for each in results),
         next((each.own_error for each in results if each.own_error is not None), None),
         next((each.whole_error for each in results if each.whole_error is not None), None),
         next((each.buffer for each in results if each.buffer), ""),
+        "" if have_same_states else next((each.draw for each in results if each.draw), ""),
     )
 
 
@@ -246,10 +296,6 @@ def _attend_as_before(attention: Callable[..., Tensor], args: Any, kwargs: Any) 
     return attend(*args, **kwargs)
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
-
-
 @contextmanager
 def _of_prefix(sequences: ShardedSequences) -> Iterator[None]:
     """Lets the checks of masks inside the block be those of other tensors."""
@@ -270,13 +316,14 @@ def comparable(model: nn.Module) -> Iterator[Callable[..., Computed]]:
     changes. Random operators return fixed values. The modes of modules are those of the program, because a
     model may compute something else in training. All is restored at the end.
     """
-    state = ModuleState(model)
+    state, generators = ModuleState(model), rng.capture()
     num_hooks = sum(map(torch_private.num_forward_hooks, model.modules()))
     names = {id(module): name for name, module in model.named_modules()}
 
-    def compute(args: Any, kwargs: Any, *, keeps: bool = False) -> Computed:
+    def compute(args: Any, kwargs: Any, *, keeps: bool = False, others: Collection[Draw] = ()) -> Computed:
+        rng.set_seed(0)  # so that also numbers of Python and numpy are equal on all ranks
         try:
-            with FixedDraws():
+            with FixedDraws(others) as draws:
                 outputs = list(iterate_tensors(model.forward(*args, **kwargs)))
             buffers = {
                 f"{names[id(saved.module)]}.{saved.name}".lstrip("."): saved.current.clone()
@@ -286,7 +333,7 @@ def comparable(model: nn.Module) -> Iterator[Callable[..., Computed]]:
         finally:
             if not keeps:
                 restore()
-        return Computed(outputs, buffers)
+        return Computed(outputs, buffers, draws.draws)
 
     def restore() -> None:
         flags = state.new_flags()
@@ -296,8 +343,9 @@ def comparable(model: nn.Module) -> Iterator[Callable[..., Computed]]:
                 setattr(module, name, True)
 
     try:
-        with rng.restored_generators(_device_of(model)), torch_private.without_reentrant_checkpoints():
+        with torch_private.without_reentrant_checkpoints():
             yield compute
     finally:
         restore()
+        rng.restore(generators)
         torch.clear_autocast_cache()

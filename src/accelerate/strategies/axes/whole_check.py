@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from accelerate.base import ConfigurationError
 from accelerate.precision import AutocastForward
 from accelerate.strategies.axes.counted_positions import Site, SitesOf
-from accelerate.strategies.axes.sequence_check import Computed, comparable, different_buffer
+from accelerate.strategies.axes.sequence_check import (
+    Computed,
+    comparable,
+    different_buffer,
+    draw_of_whole,
+    explain_draw,
+    state_of_generators,
+)
 from accelerate.strategies.axes.sequence_inputs import Inputs, beginning, sharded
 from accelerate.strategies.axes.sequence_shards import SequenceRanks, SequenceShards, divide
 from accelerate.strategies.axes.sharded_forwards import ShardedForward, sequence_state
@@ -53,6 +60,8 @@ class Result(NamedTuple):
         of_padding: Relative difference of outputs for padding before tokens, by positions that count it.
         others: Lengths of queries and keys that are not those of the sequences.
         buffer: Name of a buffer with other values, or "".
+        draw: Draw of whole sequences on which the outputs depend, or "".
+        states: Number of the state of the random generators.
     """
 
     difference: float = 0.0
@@ -68,6 +77,8 @@ class Result(NamedTuple):
     of_padding: float = 0.0
     others: frozenset[int] = frozenset()
     buffer: str = ""
+    draw: str = ""
+    states: int = 0
 
 
 class Checked(NamedTuple):
@@ -270,6 +281,9 @@ def _refuse_differences(name: str, ranks: SequenceRanks, results: list[Result], 
             f"sequences, so {ranks.sizes} would train another model. Set {ranks.ones} for statistics over "
             "positions."
         )
+    draw = next((each.draw for each in results if each.draw), None)
+    if draw and len({each.states for each in results}) > 1:
+        raise ConfigurationError(explain_draw(name, draw, ranks.sizes))
 
 
 def _multiplies_exactly() -> bool:
@@ -292,7 +306,7 @@ def _compare(
     parts = divide(size, shards.ranks)
     own, positions = sharded(completed, parts, dims), completed.get("position_ids")
     forward = ShardedForward(parts, positions if isinstance(positions, Tensor) else None, sites)
-    state, found = sequence_state(), OutputDims()
+    state, found, states = sequence_state(), OutputDims(), state_of_generators()
     state.depth += 1
     try:
         with torch.no_grad(), _without_autocast(model), comparable(model) as compute:
@@ -303,6 +317,7 @@ def _compare(
                 whole_error=text,
                 has_sites=bool(noted.found),
                 others=frozenset(noted.others),
+                states=states,
             )
             results = _gathered(result, shards)
             is_ambiguous = any(each.others & set(parts.sizes) for each in results)
@@ -311,8 +326,10 @@ def _compare(
             if not is_ambiguous and not any(
                 each.whole_error or each.inputs != result.inputs for each in results
             ):
-                result, found = _run(compute, expected, own, forward, result, limit)
-                if not result.own_error:
+                computed, result, found = _run(compute, expected, own, forward, result, limit)
+                if computed is not None:
+                    draw = draw_of_whole(compute, (entire.args, entire.kwargs), expected, computed, limit)
+                    result = result._replace(draw=draw)
                     result = result._replace(of_padding=_difference_of_padding(compute, entire, completed))
                 results = _gathered(result, shards)
     finally:
@@ -353,14 +370,14 @@ def _run_whole(compute: Compute, entire: Inputs, length: int) -> tuple[Computed,
         with SitesOf(length) as noted:
             return compute(entire.args, entire.kwargs), None, noted
     except Exception as error:
-        return Computed([], {}), error, noted
+        return Computed([], {}, set()), error, noted
     finally:
         state.set(before)
 
 
 def _run(
     compute: Compute, expected: Computed, own: Inputs, forward: ShardedForward, result: Result, limit: float
-) -> tuple[Result, OutputDims]:
+) -> tuple[Computed | None, Result, OutputDims]:
     """Compares the outputs for the positions of this rank with those for whole sequences."""
     state = sequence_state()
     before = state.set(forward)
@@ -377,11 +394,11 @@ def _run(
     except ConfigurationError:
         raise
     except Exception as error:
-        return result._replace(own_error=f"{type(error).__name__}: {error}"), []
+        return None, result._replace(own_error=f"{type(error).__name__}: {error}"), []
     finally:
         state.set(before)
     result = result._replace(buffer=different_buffer(found, expected, limit))
-    return _differences(found.outputs, expected.outputs, forward.shards, result)
+    return found, *_differences(found.outputs, expected.outputs, forward.shards, result)
 
 
 def _differences(
