@@ -17,7 +17,8 @@ from accelerate import Accelerator
 from accelerate.base import ConfigurationError, StateError, is_torch_version
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.plugins import TorchContextParallelConfig
-from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import FullyShardedDataParallelPlugin, reduce, set_seed
 
 pytestmark = pytest.mark.skipif(
     is_torch_version("<", "2.13"), reason="context parallelism on the CPU is refused before torch 2.13"
@@ -411,3 +412,84 @@ def test_models_that_combine_positions_in_other_ways_are_refused(run: Run, kind:
 
 def test_models_that_combine_positions_by_attention_only_are_accepted(run: Run) -> None:
     assert run(refuse_mixing, "right") == ["", ""]
+
+
+# Losses outside of the model
+
+
+def masked_mean(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return (losses * mask).sum() / mask.sum()
+
+
+def mean_of_rows(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return ((losses * mask).sum(1) / mask.sum(1)).mean()
+
+
+def chosen_mean(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")[mask.bool()].mean()
+
+
+def plain_mean(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean() + logits.square().mean()
+
+
+def mean_of_all(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return (losses * mask).sum() / reduce(mask.sum(), "mean")
+
+
+def divergence(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return F.kl_div(logits.log_softmax(-1), torch.softmax(logits.detach() * 0.5, -1), reduction="batchmean")
+
+
+def gradients_of(
+    loss_of: Callable[..., torch.Tensor], parallelism: dict[str, Any]
+) -> list[torch.Tensor] | str:
+    """Returns the gradients of a loss, or the error."""
+    set_seed(0)
+    model = Mixing("right").eval()
+    del model.conv, model.recurrent  # which no forward calls
+    tokens = torch.stack(texts()[:BATCH])[:, :-1].contiguous()
+    positions = torch.arange(LENGTH).expand(len(tokens), -1).clone()
+    targets, mask = tokens.roll(-1, 1).contiguous(), (tokens % 3 == 0).float()
+    mask[:, 0] = mask[:, LENGTH // 2] = 1
+    if not parallelism:
+        loss_of(model(tokens, positions), targets, mask).backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(**parallelism))
+    prepared = accelerator.prepare(model)
+    buffers = [tokens, positions, targets, mask]
+    try:
+        with accelerator.maybe_context_parallel(buffers, [1] * 4, no_restore_buffers=set(buffers)):
+            accelerator.backward(loss_of(prepared(tokens, positions), targets, mask))
+    except ConfigurationError as error:
+        return str(error)
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def compare_losses(parallelism: dict[str, Any]) -> dict[str, float | str]:
+    found: dict[str, float | str] = {}
+    for loss_of in (masked_mean, mean_of_rows, chosen_mean, plain_mean, mean_of_all, divergence):
+        expected = gradients_of(loss_of, {}) if loss_of is not mean_of_all else gradients_of(masked_mean, {})
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        grads = gradients_of(loss_of, parallelism)
+        if isinstance(grads, str) or isinstance(expected, str):
+            found[loss_of.__name__] = grads if isinstance(grads, str) else expected
+            continue
+        own, right = (torch.cat([each.flatten() for each in tensors]) for tensors in (grads, expected))
+        found[loss_of.__name__] = float((own - right).norm() / right.norm())
+    return found
+
+
+@pytest.mark.parametrize("parallelism", [{"cp_size": 2}, {"sp_size": 2, "sp_backend": "torch"}], ids=str)
+def test_losses_outside_of_the_model_are_those_of_whole_sequences_or_refused(
+    run: Run, parallelism: dict[str, Any]
+) -> None:
+    for found in run(compare_losses, parallelism):
+        for name in ("masked_mean", "mean_of_rows", "chosen_mean"):
+            assert "different derivatives by the sums over positions" in found[name]
+        for name in ("plain_mean", "mean_of_all", "divergence"):
+            assert found[name] < 1e-3, name

@@ -33,6 +33,7 @@ from accelerate.strategies.axes.masks import (
     checks_enabled,
     refuse_own_attention,
 )
+from accelerate.strategies.axes.partial_sums import PartialSums
 from accelerate.strategies.axes.ring_kernels import register_cpu_kernels
 from accelerate.strategies.axes.sequence_check import (
     CHUNKS,
@@ -64,6 +65,7 @@ class ContextAxis(Layer):
         self._mesh, self._handler = context.mesh, context.request.parallelism.cp_handler
         self._precision: str = context.mixed_precision
         self._models: WeakSet[nn.Module] = WeakSet()
+        self._sums = PartialSums()
 
     def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
         """Adds hooks that check the attention of a model while sequences are sharded."""
@@ -72,7 +74,13 @@ class ContextAxis(Layer):
         self._models.add(model)
         check_masks(model)
         model.register_forward_pre_hook(_Forwards(self._precision), with_kwargs=True)
+        self._sums.add_model(model)
         return model
+
+    def backward_done(self) -> None:
+        """Compares what ranks divide sums over positions by."""
+        group = self._mesh[MeshAxis.CP.value].get_group()
+        self._sums.compare(SequenceRanks(group, group))
 
     def split_batch(
         self,
@@ -92,7 +100,7 @@ class ContextAxis(Layer):
         context = context_parallel(
             mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=set(no_restore_buffers or ())
         )
-        return _with_checked_attention(context, tensors, dims, mesh)
+        return _with_checked_attention(context, tensors, dims, mesh, self._sums)
 
     def memory_layout(self, layout: Layout) -> Layout:
         """Returns a layout in which activations are those of a part of each sequence."""
@@ -159,7 +167,11 @@ class _ImportedAttention(TorchFunctionMode):
 
 @contextmanager
 def _with_checked_attention(
-    context: AbstractContextManager[Any], buffers: list[Tensor], dims: list[int], mesh: Any
+    context: AbstractContextManager[Any],
+    buffers: list[Tensor],
+    dims: list[int],
+    mesh: Any,
+    sums: PartialSums,
 ) -> Iterator[None]:
     sizes = frozenset(
         (dim % buffer.ndim, buffer.shape[dim] // mesh.size())
@@ -170,7 +182,7 @@ def _with_checked_attention(
     group, size = mesh.get_group(), next(iter(sizes))[1]
     shards = consecutive(SequenceRanks(group, group), mesh.get_local_rank(), (size,) * mesh.size())
     with checks_enabled(buffers, dims) as sequences, context, torch_private.attention_replaced(attend):
-        with attention, BlockLosses(shards):
+        with attention, BlockLosses(shards, sums):
             yield
         if sequences.model is not None and not attention.calls:
             raise ConfigurationError(

@@ -31,6 +31,7 @@ from accelerate.planning import Layout
 from accelerate.strategies.axes.counted_positions import scale_by_whole_length, scales_by_length
 from accelerate.strategies.axes.exchanged_attention import replacement_of, whole_positions
 from accelerate.strategies.axes.head_exchange import join
+from accelerate.strategies.axes.partial_sums import PartialSums
 from accelerate.strategies.axes.ring_attention import ring_enabled
 from accelerate.strategies.axes.sequence_inputs import (
     Inputs,
@@ -72,6 +73,7 @@ class SequenceAxis(Layer):
         self._mesh, self._parallelism = context.mesh, context.request.parallelism
         self._precision: str = context.mixed_precision
         self._models: WeakSet[nn.Module] = WeakSet()
+        self._sums = PartialSums()
         count_whole_batches()
 
     @cached_property
@@ -103,7 +105,12 @@ class SequenceAxis(Layer):
         forwards = _Forwards(ranks, self._parallelism.sp_handler.sequence_dims, self._precision)
         model.register_forward_pre_hook(forwards.begin, with_kwargs=True)
         model.register_forward_hook(forwards.end, always_call=True)
+        self._sums.add_model(model)
         return model
+
+    def backward_done(self) -> None:
+        """Compares what ranks divide sums over positions by."""
+        self._sums.compare(self._ranks)
 
     def split_batch(
         self,
@@ -119,7 +126,8 @@ class SequenceAxis(Layer):
             reason = f"{ranks.sizes} divides sequences of {shards.length} positions"
             shapes = [list(each.shape) for each in tensors]
             raise wrong_value("buffers", shapes, reason, "Pass longer sequences, or choose smaller sizes")
-        return _in_shards(shards, tensors, dims, {id(each) for each in no_restore_buffers or ()})
+        not_restored = {id(each) for each in no_restore_buffers or ()}
+        return _in_shards(BlockLosses(shards, self._sums), shards, tensors, dims, not_restored)
 
     def joined(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Returns inputs with whole sequences, if they are those of this rank in a block."""
@@ -405,7 +413,11 @@ def _length_of_buffers(buffers: list[Any], dims: list[Any]) -> int:
 
 @contextmanager
 def _in_shards(
-    shards: SequenceShards, buffers: list[Tensor], dims: list[int], not_restored: set[int]
+    losses: BlockLosses,
+    shards: SequenceShards,
+    buffers: list[Tensor],
+    dims: list[int],
+    not_restored: set[int],
 ) -> Iterator[None]:
     state, entire = sequence_state(), [buffer.data for buffer in buffers]
     before, state.block = state.block, shards
@@ -413,7 +425,7 @@ def _in_shards(
     for buffer, dim in zip(buffers, dims, strict=True):
         buffer.data = shards.shard(buffer.data, dim % buffer.ndim).clone()
     try:
-        with BlockLosses(shards):
+        with losses:
             yield
     finally:
         state.block = before

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from accelerate.base import ConfigurationError
 from accelerate.strategies.axes.head_exchange import sum_over
+from accelerate.strategies.axes.partial_sums import PartialSums
 from accelerate.strategies.axes.sequence_shards import SequenceShards
 from accelerate.strategies.axes.sharded_forwards import sequence_state
 
@@ -110,18 +111,29 @@ def refuse_whole_labels(arguments: Mapping[str, Any], shards: SequenceShards) ->
 
 
 class BlockLosses(TorchFunctionMode):
-    """Mode in which a mean of `cross_entropy` over positions of this rank is that over whole sequences."""
+    """Mode in which a mean of `cross_entropy` over positions of this rank is that over whole sequences.
 
-    def __init__(self, shards: SequenceShards) -> None:
+    Args:
+        shards: The shards.
+        sums: Watches other sums over positions.
+    """
+
+    def __init__(self, shards: SequenceShards, sums: PartialSums) -> None:
         super().__init__()
-        self._shards = shards
+        self._shards, self._sums = shards, sums
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func in LOSSES and not sequence_state().depth:
-            arguments = named_arguments(args, kwargs or {})
+            arguments = named_arguments(args, kwargs)
             refuse_whole_labels(arguments, self._shards)
             if arguments.get("reduction", "mean") == "mean":
                 return whole_loss(func, arguments, self._shards)
-        return func(*args, **(kwargs or {}))
+        output = func(*args, **kwargs)
+        if func is torch.nn.functional.kl_div and kwargs.get("reduction") == "batchmean" and args[0].ndim > 2:
+            (total,) = sum_over(self._shards, output)
+            return _with_value(output * len(self._shards.sizes), total)
+        self._sums.watch(func, args, kwargs, output)
+        return output

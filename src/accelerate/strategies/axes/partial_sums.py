@@ -1,0 +1,100 @@
+"""Sums over the positions of a rank in a loss, of which the gradients of all ranks are averaged.
+
+The average is the gradient of a loss of whole sequences if the loss has the same derivative by the sums of
+all ranks. It has not if each rank divides by a number of its own, such as that of the tokens in its part. So
+the derivatives of some steps are recorded in the backward pass, and compared after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accelerate.base import ConfigurationError
+from accelerate.strategies.axes.sequence_shards import SequenceRanks
+from accelerate.strategies.tolerances import TOLERANCES, must_compare
+
+_SUMS = (torch.sum, Tensor.sum)
+_MEANS = (torch.mean, Tensor.mean)
+
+
+class PartialSums:
+    """Derivatives of a loss by the sums over positions of this rank, outside of models."""
+
+    def __init__(self) -> None:
+        self._num_forwards = 0  # that run now
+        self._num_steps = 0
+        self._derivatives: list[Tensor] = []
+
+    def add_model(self, model: nn.Module) -> None:
+        """Leaves out the sums that a model computes in its forward."""
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, model: nn.Module, args: Any) -> None:
+        self._num_forwards += 1
+
+    def _end(self, model: nn.Module, args: Any, outputs: Any) -> None:
+        self._num_forwards -= 1
+
+    def watch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Records the derivative by the output of a function in the backward pass, if it is such a sum.
+
+        Args:
+            func: A function of torch.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+        """
+        if self._num_forwards or not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        values = args[0] if args else None
+        if not isinstance(values, Tensor) or not must_compare(self._num_steps + 1):
+            return
+        of_rows = values.ndim == 2 and output.shape == values.shape[:1]
+        if values.ndim == 0 or not (output.ndim == 0 or of_rows):
+            return
+        is_loss = getattr(func, "__module__", "") == nn.functional.__name__
+        if func in _MEANS or (is_loss and kwargs.get("reduction", "mean") == "mean"):
+            divisor = values.numel() // max(output.numel(), 1)
+        elif func in _SUMS or (is_loss and kwargs.get("reduction") == "sum"):
+            divisor = 1
+        else:
+            return
+        output.register_hook(partial(self._record, divisor))  # type: ignore[no-untyped-call]
+
+    def _record(self, divisor: int, gradient: Tensor) -> None:
+        self._derivatives.append(gradient.detach().flatten().double().cpu() / divisor)
+
+    def compare(self, ranks: SequenceRanks) -> None:
+        """Raises an error if the derivatives of the ranks differ.
+
+        Called on all ranks after the backward pass of a step.
+
+        Raises:
+            ConfigurationError: The derivatives differ.
+        """
+        self._num_steps += 1
+        found, self._derivatives = self._derivatives, []
+        if not must_compare(self._num_steps):
+            return
+        gathered: list[Any] = [None] * ranks.group.size()
+        dist.all_gather_object(gathered, found, group=ranks.group)
+        for each in zip(*gathered, strict=False):
+            first = each[0]
+            if any(other.shape != first.shape for other in each):
+                continue
+            norms = [float(other.norm()) for other in each]
+            if any(float((other - first).norm()) > TOLERANCES["no"].relative * max(norms) for other in each):
+                shown = [f"{float(other.mean()):.4g}" for other in each]
+                raise ConfigurationError(
+                    "The loss has different derivatives by the sums over positions of the ranks that divide "
+                    f"sequences ({', '.join(shown)}), so the average of their gradients is not that of whole "
+                    "sequences. A mean over some tokens divides by the number on each rank. Divide by "
+                    "accelerator.reduce(number, 'mean') instead, or use a mean of cross_entropy or "
+                    "accelerator.lm_loss."
+                )
