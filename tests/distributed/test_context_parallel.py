@@ -392,7 +392,7 @@ def refuse_mixing(kind: str) -> str:
 MIXES = {
     "local positions": "counted on each rank",
     "draws": "draws numbers for whole sequences (rand of shape [",
-    "buffer": "its buffer center other values",
+    "buffer": "gives center other values",
     "short sequences": "raises an error on whole sequences (IndexError: too long)",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -76,8 +77,11 @@ def _randperm(is_reversed: bool) -> Replacement:
     return order
 
 
+MAX_FIXED = 256
+"""Draws of the same kind and shape that return the same values, but for dropout."""
 _RAND, _RANDN = [_constant(0.75), _constant(1e-3)], [_constant(0.5), _constant(-1.5)]
 _NORMAL, _BERNOULLI = [_normal(0.5), _normal(-1.5)], [_bernoulli(True), _bernoulli(False)]
+_OF_DROPOUT = ("native_dropout", "_fused_dropout", "bernoulli_")
 _DROPOUT = [_without_dropout, _all_dropped]
 _RANDINT = [_fill(lambda each: each.get("low", 0)), _fill(lambda each: each["high"] - 1)]
 _FIXED: dict[str, Sequence[Replacement]] = {
@@ -88,6 +92,11 @@ _FIXED: dict[str, Sequence[Replacement]] = {
     "randn_like": _RANDN,
     "normal": _NORMAL,
     "normal_": _NORMAL,
+    "geometric_": [_constant(2.0), _constant(5.0)],
+    "cauchy_": [_constant(0.5), _constant(-1.5)],
+    "log_normal_": [_constant(0.5), _constant(2.0)],
+    "random_": [_constant(0), _constant(1)],
+    "poisson": [_fill(lambda each: each["self"]), _fill(lambda each: each["self"] + 1)],
     "exponential_": [_fill(lambda each: 1.0 / each["lambd"]), _fill(lambda each: 3.0 / each["lambd"])],
     "randint": _RANDINT,
     "randint_like": _RANDINT,
@@ -118,6 +127,7 @@ class FixedDraws(torch_private.TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, others: Collection[Draw] = ()) -> None:
         super().__init__()
         self.draws: set[Draw] = set()  # from the generators of torch
+        self._num_draws: Counter[Draw] = Counter()
         self._others = others
 
     def __torch_dispatch__(
@@ -145,4 +155,11 @@ class FixedDraws(torch_private.TorchDispatchMode):  # type: ignore[misc]
         draw = name, tuple(first.shape)
         if not is_own:
             self.draws.add(draw)
+        self._num_draws[draw] += 1
+        if (
+            self._num_draws[draw] > MAX_FIXED and name not in _OF_DROPOUT
+        ):  # in a loop that waits for another value
+            seed = arguments["generator"].manual_seed if is_own else torch.manual_seed
+            seed(self._num_draws[draw])
+            return torch_private.call_with(func, arguments)
         return _FIXED[name][draw in self._others](outputs, arguments)

@@ -100,6 +100,20 @@ class ModuleState:
             if value is True and name not in attributes
         ]
 
+    def new_tensors(self) -> list[tuple[nn.Module, str, Tensor]]:
+        """Returns the modules, names and values of attributes that are other tensors now."""
+        return [
+            (module, name, value)
+            for module, attributes in self._attributes
+            for name, value in attributes_of(module).items()
+            if isinstance(value, Tensor) and attributes.get(name) is not value
+        ]
+
+    @property
+    def values(self) -> list[object]:
+        """Values of all attributes."""
+        return [value for _, attributes in self._attributes for value in attributes.values()]
+
     @property
     def lost_buffer(self) -> str | None:
         """Name of a buffer that has changed in place and was not copied, or None."""

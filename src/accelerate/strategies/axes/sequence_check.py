@@ -9,8 +9,9 @@ beginning of the sequences in both ways.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,10 @@ from accelerate import rng, torch_private
 from accelerate.base import ConfigurationError
 from accelerate.nested import iterate_tensors
 from accelerate.strategies.axes.masks import LatestShards, ShardedSequences
+from accelerate.strategies.dtensors import units_of
 from accelerate.strategies.fixed_draws import Draw, FixedDraws
 from accelerate.strategies.module_state import ModuleState
+from accelerate.strategies.object_state import SavedParameter, captured, saved_parameters
 from accelerate.strategies.tolerances import relative_difference, tolerance_of
 
 CHUNKS = 2
@@ -71,7 +74,7 @@ def check_forward(
         )
     if compared.buffer:
         raise ConfigurationError(
-            f"{name} gives its buffer {compared.buffer} other values with shards of sequences than with "
+            f"{name} gives {compared.buffer} other values with shards of sequences than with "
             "whole sequences, so context parallelism would train another model. Set cp_size=1 for statistics "
             "over positions."
         )
@@ -102,13 +105,17 @@ class Computed(NamedTuple):
 
     Attributes:
         outputs: Tensors in its outputs.
-        buffers: Copies of the buffers that it changes, by name.
+        buffers: Copies of the buffers and parameters that it changes, by name.
         draws: Random numbers that it draws.
+        attributes: Tensors that it assigns to attributes of modules, by name.
+        unknown: Type of an object in its outputs whose tensors are not known, or "".
     """
 
     outputs: list[Tensor]
     buffers: dict[str, Tensor]
-    draws: set[Draw]
+    draws: Set[Draw] = frozenset()
+    attributes: Mapping[str, Tensor] = MappingProxyType({})
+    unknown: str = ""
 
 
 def different_buffer(own: Computed, right: Computed, tolerance: float) -> str:
@@ -157,8 +164,9 @@ def explain_draw(name: str, draw: str, sizes: str) -> str:
     """Returns the message for ranks that draw different numbers for the same sequences."""
     return (
         f"{name} draws numbers for whole sequences ({draw}), and the random generators of the ranks of "
-        f"{sizes} have different states, so each rank would compute its positions with other numbers. Pass "
-        "these numbers as an argument of the model, or call set_seed with device_specific=False."
+        f"{sizes} have different states, so each rank would compute its positions with other numbers. They "
+        "differ after set_seed with device_specific=True, and if ranks draw numbers for parts of different "
+        "lengths. Draw these numbers outside of the model, or with a torch.Generator of the model."
     )
 
 
@@ -184,6 +192,8 @@ def _compare(
     with torch.no_grad(), comparable(model) as compute, _of_prefix(sequences):
         try:
             found = compute(*own)
+        except ConfigurationError:
+            raise
         except Exception as error:
             result = result._replace(own_error=_text_of(error))
         else:
@@ -308,6 +318,31 @@ def _of_prefix(sequences: ShardedSequences) -> Iterator[None]:
             setattr(sequences, name, value)
 
 
+def unknown_in(outputs: object) -> str:
+    """Returns the type of an object in outputs whose tensors are not known, or ""."""
+    waiting = [outputs]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+        elif not isinstance(value, Tensor):
+            held = getattr(value, "__dict__", {}).values()
+            if any(isinstance(each, Tensor) for each in held):
+                return type(value).__name__
+    return ""
+
+
+def _refuse_large(saved: SavedParameter, name: str) -> None:
+    if saved.is_large:
+        raise ConfigurationError(
+            f"The forward of {name} changes the parameter {saved.name} of {saved.parameter.numel():,} "
+            "numbers. They are not copied, so a comparison with whole sequences would change them, too. "
+            "Change them outside of the forward."
+        )
+
+
 @contextmanager
 def comparable(model: nn.Module) -> Iterator[Callable[..., Computed]]:
     """Yields a function that computes a forward of a model, and leaves no trace of it.
@@ -317,27 +352,43 @@ def comparable(model: nn.Module) -> Iterator[Callable[..., Computed]]:
     model may compute something else in training. All is restored at the end.
     """
     state, generators = ModuleState(model), rng.capture()
+    restore_objects = captured(state.values)
+    parameters = [] if units_of(model) else saved_parameters(model)
     num_hooks = sum(map(torch_private.num_forward_hooks, model.modules()))
     names = {id(module): name for name, module in model.named_modules()}
+
+    def name_of(module: nn.Module, name: str) -> str:
+        return f"{names[id(module)]}.{name}".lstrip(".")
 
     def compute(args: Any, kwargs: Any, *, keeps: bool = False, others: Collection[Draw] = ()) -> Computed:
         rng.set_seed(0)  # so that also numbers of Python and numpy are equal on all ranks
         try:
             with FixedDraws(others) as draws:
-                outputs = list(iterate_tensors(model.forward(*args, **kwargs)))
-            buffers = {
-                f"{names[id(saved.module)]}.{saved.name}".lstrip("."): saved.current.clone()
+                given = model.forward(*args, **kwargs)
+            changed = {
+                name_of(saved.module, saved.name): saved.current.clone()
                 for saved in state.changed_buffers()
                 if saved.current is not None
             }
+            for saved in parameters:
+                if saved.has_changed:
+                    _refuse_large(saved, type(model).__name__)
+                    changed[saved.name] = saved.parameter.detach().clone()
+            attributes = {name_of(module, name): value for module, name, value in state.new_tensors()}
+            outputs = list(iterate_tensors(given))
+            return Computed(outputs, changed, draws.draws, attributes, unknown_in(given))
         finally:
             if not keeps:
                 restore()
-        return Computed(outputs, buffers, draws.draws)
 
     def restore() -> None:
         flags = state.new_flags()
         state.restore_values()
+        restore_objects()
+        with torch.no_grad():
+            for saved in parameters:
+                if not saved.is_large and saved.has_changed:
+                    saved.restore()
         if num_hooks != sum(map(torch_private.num_forward_hooks, model.modules())):
             for module, name in flags:  # by which models of transformers note that their hooks are added
                 setattr(module, name, True)

@@ -32,7 +32,7 @@ from accelerate.strategies.axes.sequence_inputs import Inputs, beginning, sharde
 from accelerate.strategies.axes.sequence_shards import SequenceRanks, SequenceShards, divide
 from accelerate.strategies.axes.sharded_forwards import ShardedForward, sequence_state
 from accelerate.strategies.dtensors import units_of
-from accelerate.strategies.tolerances import tolerance_of
+from accelerate.strategies.tolerances import relative_difference, tolerance_of
 
 Compute = Callable[..., Computed]
 OutputDims = list[int | None]
@@ -60,6 +60,8 @@ class Result(NamedTuple):
         of_padding: Relative difference of outputs for padding before tokens, by positions that count it.
         others: Lengths of queries and keys that are not those of the sequences.
         buffer: Name of a buffer with other values, or "".
+        attribute: Name of an attribute with other values, or "".
+        unknown: Type of an object in the outputs whose tensors are not known, or "".
         draw: Draw of whole sequences on which the outputs depend, or "".
         states: Number of the state of the random generators.
     """
@@ -77,6 +79,8 @@ class Result(NamedTuple):
     of_padding: float = 0.0
     others: frozenset[int] = frozenset()
     buffer: str = ""
+    attribute: str = ""
+    unknown: str = ""
     draw: str = ""
     states: int = 0
 
@@ -252,6 +256,11 @@ def _refuse_errors(name: str, ranks: SequenceRanks, compared: Comparison) -> Non
 
 
 def _refuse_differences(name: str, ranks: SequenceRanks, results: list[Result], limit: float) -> None:
+    if unknown := next((each.unknown for each in results if each.unknown), None):
+        raise ConfigurationError(
+            f"{name} returns an object of type {unknown}, whose tensors cannot be joined. Return tensors in "
+            f"tuples, lists and dictionaries, or set {ranks.ones}."
+        )
     if other := next((each.other for each in results if each.other), None):
         raise ConfigurationError(
             f"{name} returns {other}, so {ranks.sizes} cannot join it. Return one entry "
@@ -277,9 +286,15 @@ def _refuse_differences(name: str, ranks: SequenceRanks, results: list[Result], 
         )
     if buffer := next((each.buffer for each in results if each.buffer), None):
         raise ConfigurationError(
-            f"{name} gives its buffer {buffer} other values with the positions of a rank than with whole "
+            f"{name} gives {buffer} other values with the positions of a rank than with whole "
             f"sequences, so {ranks.sizes} would train another model. Set {ranks.ones} for statistics over "
             "positions."
+        )
+    if attribute := next((each.attribute for each in results if each.attribute), None):
+        raise ConfigurationError(
+            f"{name} assigns other values to {attribute} with the positions of a rank than with whole "
+            f"sequences, so code that reads it would compute something else. Return it as an output, or set "
+            f"{ranks.ones}."
         )
     draw = next((each.draw for each in results if each.draw), None)
     if draw and len({each.states for each in results}) > 1:
@@ -370,7 +385,7 @@ def _run_whole(compute: Compute, entire: Inputs, length: int) -> tuple[Computed,
         with SitesOf(length) as noted:
             return compute(entire.args, entire.kwargs), None, noted
     except Exception as error:
-        return Computed([], {}, set()), error, noted
+        return Computed([], {}), error, noted
     finally:
         state.set(before)
 
@@ -397,8 +412,21 @@ def _run(
         return None, result._replace(own_error=f"{type(error).__name__}: {error}"), []
     finally:
         state.set(before)
-    result = result._replace(buffer=different_buffer(found, expected, limit))
+    result = result._replace(
+        buffer=different_buffer(found, expected, limit),
+        attribute=_different_attribute(found, expected, limit),
+        unknown=expected.unknown,
+    )
     return found, *_differences(found.outputs, expected.outputs, forward.shards, result)
+
+
+def _different_attribute(own: Computed, right: Computed, limit: float) -> str:
+    """Returns the name of an attribute without positions to which two forwards give other values, or ""."""
+    for name, value in right.attributes.items():
+        found = own.attributes.get(name)
+        if found is not None and found.shape == value.shape and relative_difference(found, value, limit):
+            return name
+    return ""
 
 
 def _differences(
