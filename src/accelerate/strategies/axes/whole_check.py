@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from accelerate.base import ConfigurationError
 from accelerate.precision import AutocastForward
-from accelerate.strategies.axes.counted_positions import Site, SitesOf
-from accelerate.strategies.axes.sequence_check import (
+from accelerate.strategies.axes.compared_forwards import (
     Computed,
     comparable,
     different_buffer,
@@ -28,6 +27,7 @@ from accelerate.strategies.axes.sequence_check import (
     explain_draw,
     state_of_generators,
 )
+from accelerate.strategies.axes.counted_positions import Site, SitesOf
 from accelerate.strategies.axes.sequence_inputs import Inputs, beginning, sharded
 from accelerate.strategies.axes.sequence_shards import SequenceRanks, SequenceShards, divide
 from accelerate.strategies.axes.sharded_forwards import ShardedForward, sequence_state
