@@ -143,7 +143,7 @@ class SavedParameter(NamedTuple):
     @property
     def has_changed(self) -> bool:
         """True if a forward has changed it, also through `data`, which has no version."""
-        return not torch.equal(_values_of(self.parameter), self.values)
+        return not torch.equal(_values_of(self.parameter).nan_to_num(), self.values.nan_to_num())
 
     def restore(self) -> None:
         """Gives it the values that it had."""
@@ -151,10 +151,11 @@ class SavedParameter(NamedTuple):
 
 
 def saved_parameters(model: nn.Module) -> list[SavedParameter]:
-    """Returns the parameters of a model with their values."""
-    return [SavedParameter(name, p, _values_of(p).clone()) for name, p in model.named_parameters()]
+    """Returns the parameters of a model with their values, but for sharded and quantized ones."""
+    named = [(name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter]
+    return [SavedParameter(name, p, _values_of(p).clone()) for name, p in named if p.element_size() > 1]
 
 
 def _values_of(parameter: Tensor) -> Tensor:
     values = parameter.detach()
-    return values if values.numel() <= MAX_COPIED else values.nan_to_num().sum(dtype=torch.float64)
+    return values if values.numel() <= MAX_COPIED else values.sum(dtype=torch.float32).nan_to_num()
