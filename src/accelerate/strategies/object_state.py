@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate import torch_private
+from accelerate.strategies.tolerances import as_real
 
 MAX_COPIED = 2**16
 """Number of elements of the largest tensor or array whose values are copied."""
@@ -147,7 +148,7 @@ class SavedParameter(NamedTuple):
 
     def restore(self) -> None:
         """Gives it the values that it had."""
-        self.parameter.detach().copy_(self.values)
+        as_real(self.parameter.detach()).copy_(self.values)
 
 
 def saved_parameters(model: nn.Module) -> list[SavedParameter]:
@@ -157,5 +158,5 @@ def saved_parameters(model: nn.Module) -> list[SavedParameter]:
 
 
 def _values_of(parameter: Tensor) -> Tensor:
-    values = parameter.detach()
+    values = as_real(parameter.detach())
     return values if values.numel() <= MAX_COPIED else values.sum(dtype=torch.float32).nan_to_num()
