@@ -182,6 +182,11 @@ NAMES: dict[str, PrivateName] = {
         "torch.utils._python_dispatch:TorchDispatchMode",
         "The base class of modes that intercept each operator; the documentation uses this name.",
     ),
+    "dispatch_modes_disabled": PrivateName(
+        "torch.utils._python_dispatch:_disable_current_modes",
+        "Hides a comparison from modes that count operators, such as those of FLOPs and collectives.",
+        lambda: nullcontext,
+    ),
     "no_dispatch": PrivateName(
         "torch.utils._mode_utils:no_dispatch",
         "Runs operators on real tensors while a mode of fake tensors is active.",

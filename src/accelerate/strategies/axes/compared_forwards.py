@@ -90,7 +90,8 @@ def comparable(model: nn.Module) -> Iterator[Callable[..., Computed]]:
                 setattr(module, name, True)
 
     try:
-        with torch_private.without_reentrant_checkpoints():
+        # Modes of the program, such as a count of FLOPs, do not see the comparison.
+        with torch_private.dispatch_modes_disabled(), torch_private.without_reentrant_checkpoints():
             yield compute
     finally:
         restore()
