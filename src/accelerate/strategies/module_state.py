@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from accelerate import torch_private
 
 MAX_COPIED = 2**16
-"""Number of elements of the largest buffer whose values are copied."""
+"""Number of elements of the largest tensor whose values are copied."""
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that each module has, such as its parameters and hooks, but for its mode."""
 
@@ -53,7 +53,7 @@ class ModuleState:
     ) -> None:
         self.objects = objects
         self._attributes = [(part, attributes_of(part)) for part in module.modules()]
-        values = [value for _, attributes in self._attributes for value in attributes.values()]
+        values = self.values
         for attributes in map(vars, objects):
             values += [attributes, *attributes.values()]
         self._contents: list[tuple[Any, Any]] = [
@@ -110,7 +110,7 @@ class ModuleState:
         ]
 
     @property
-    def values(self) -> list[object]:
+    def values(self) -> list[Any]:
         """Values of all attributes."""
         return [value for _, attributes in self._attributes for value in attributes.values()]
 

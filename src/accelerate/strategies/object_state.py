@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from accelerate import torch_private
+from accelerate.strategies.module_state import MAX_COPIED
 from accelerate.strategies.tolerances import as_real
 
-MAX_COPIED = 2**16
-"""Number of elements of the largest tensor or array whose values are copied."""
 MAX_OBJECTS = 10_000
+"""Number of values that are searched."""
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _LISTS = (list, deque)
 _NOT_CAPTURED = sys.stdlib_module_names | {"torch", "accelerate", "transformers"}
@@ -85,7 +85,10 @@ def _capture(value: Any) -> tuple[Callable[[], object] | None, list[Any]]:
 
 
 def _mapping(mapping: Any) -> Callable[[], None]:
-    """Returns a function that gives a mapping its items, and removes no other for a moment."""
+    """Returns a function that gives a mapping its items.
+
+    It does not clear the mapping, in which other threads may look up items.
+    """
     items = dict(mapping)
 
     def restore() -> None:

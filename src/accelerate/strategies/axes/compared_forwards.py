@@ -43,9 +43,9 @@ class Computed(NamedTuple):
 def comparable(model: nn.Module) -> Iterator[Callable[..., Computed]]:
     """Yields a function that computes a forward of a model, and leaves no trace of it.
 
-    Each forward starts with the same attributes and buffers unless the one before keeps those that it
-    changes. Random operators return fixed values. The modes of modules are those of the program, because a
-    model may compute something else in training. All is restored at the end.
+    Each forward starts with the same attributes, buffers and parameters unless the one before keeps those
+    that it changes. Random operators return fixed values. The modes of modules are those of the program,
+    because a model may compute something else in training. All is restored at the end.
     """
     state, generators = ModuleState(model), rng.capture()
     restore_objects = captured(state.values)
@@ -125,7 +125,7 @@ def _refuse_large(saved: SavedParameter, name: str) -> None:
 
 
 def different_buffer(own: Computed, right: Computed, tolerance: float) -> str:
-    """Returns the name of a buffer to which two forwards give other values, or ""."""
+    """Returns the name of a buffer or parameter to which two forwards give other values, or ""."""
     for name in [*right.buffers, *own.buffers]:
         first, second = own.buffers.get(name), right.buffers.get(name)
         if first is None or second is None or first.shape != second.shape:
