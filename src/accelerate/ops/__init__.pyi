@@ -44,6 +44,7 @@ from accelerate.ops.packing import (
 from accelerate.ops.transport import (
     AsyncReduction as AsyncReduction,
     current_transport as current_transport,
+    gather_in_group as gather_in_group,
     is_on_any_rank as is_on_any_rank,
     open_consensus as open_consensus,
     reachable_transport as reachable_transport,

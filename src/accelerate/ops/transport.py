@@ -95,9 +95,7 @@ class TorchTransport(Transport):
         return joined.to(tensor.device)
 
     def gather_object(self, obj: object) -> list[Any]:
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, obj, group=self._object_group)
-        return gathered
+        return gather_in_group(obj, self._object_group)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         local = self._to_group_device(tensor)
@@ -366,6 +364,16 @@ def open_consensus(transport: Transport, channel: StoreChannel | None) -> Consen
     connections = services.find(Connections)
     find_ended = connections.ended if connections else list
     return StoreConsensus(channel, transport.rank, transport.size, find_ended=find_ended)
+
+
+def gather_in_group(obj: object, group: dist.ProcessGroup | None) -> list[Any]:
+    """Returns the object of each rank of a process group.
+
+    Called on all ranks of the group.
+    """
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, obj, group=group)
+    return gathered
 
 
 def is_on_any_rank(value: bool, device: torch.device) -> bool:

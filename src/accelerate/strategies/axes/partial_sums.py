@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from accelerate.base import ConfigurationError
+from accelerate.ops import gather_in_group
 from accelerate.strategies.axes.sequence_shards import SequenceRanks
 from accelerate.strategies.tolerances import TOLERANCES, must_compare
 
@@ -85,9 +85,7 @@ class PartialSums:
         found, self._derivatives = self._derivatives, []
         if not must_compare(self._num_steps):
             return
-        gathered: list[Any] = [None] * ranks.group.size()
-        dist.all_gather_object(gathered, found, group=ranks.group)
-        for each in zip(*gathered, strict=False):
+        for each in zip(*gather_in_group(found, ranks.group), strict=False):
             first = each[0]
             if any(other.shape != first.shape for other in each):
                 continue

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from accelerate import torch_private
 from accelerate.base import ConfigurationError
+from accelerate.ops import gather_in_group
 from accelerate.strategies.axes.compared_forwards import (
     comparable,
     different_buffer,
@@ -138,8 +139,7 @@ def _compare(
                 differences = [_difference(*pair, shards, chunk) for pair in pairs]
                 buffer = different_buffer(found, expected, tolerance)
                 result = Comparison(max(differences, default=0.0), buffer=buffer, draw=draw)
-    gathered: list[Any] = [None] * shards.mesh.size()
-    dist.all_gather_object(gathered, (result, states), group=shards.mesh.get_group())
+    gathered: list[tuple[Comparison, int]] = gather_in_group((result, states), shards.mesh.get_group())
     results = [each for each, _ in gathered]
     have_same_states = all(state == states for _, state in gathered)
     return Comparison(

@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from accelerate.base import ConfigurationError
+from accelerate.ops import gather_in_group
 from accelerate.precision import AutocastForward
 from accelerate.strategies.axes.compared_forwards import (
     Computed,
@@ -215,7 +215,8 @@ def _difference_of_padding(compute: Compute, entire: Inputs, completed: Inputs) 
 def _limit(model: nn.Module, precision: str) -> float:
     """Returns the largest relative difference of the same outputs."""
     tolerance = tolerance_of(model, precision)
-    is_exact = tolerance == tolerance_of(nn.Module(), "no") and _multiplies_exactly()
+    multiplies_exactly = torch.get_float32_matmul_precision() == "highest"
+    is_exact = tolerance == tolerance_of(nn.Module(), "no") and multiplies_exactly
     return EXACT if is_exact else tolerance.relative
 
 
@@ -301,10 +302,6 @@ def _refuse_differences(name: str, ranks: SequenceRanks, results: list[Result], 
         raise ConfigurationError(explain_draw(name, draw, ranks.sizes))
 
 
-def _multiplies_exactly() -> bool:
-    return torch.get_float32_matmul_precision() == "highest"
-
-
 def _compare(
     model: nn.Module,
     inputs: Inputs,
@@ -334,7 +331,7 @@ def _compare(
                 others=frozenset(noted.others),
                 states=states,
             )
-            results = _gathered(result, shards)
+            results = gather_in_group(result, shards.group)
             is_ambiguous = any(each.others & set(parts.sizes) for each in results)
             # An exchange between ranks with other shapes, or with one that has raised an error or exchanges
             # heads for other tensors, would hang.
@@ -346,17 +343,10 @@ def _compare(
                     draw = draw_of_whole(compute, (entire.args, entire.kwargs), expected, computed, limit)
                     result = result._replace(draw=draw)
                     result = result._replace(of_padding=_difference_of_padding(compute, entire, completed))
-                results = _gathered(result, shards)
+                results = gather_in_group(result, shards.group)
     finally:
         state.depth -= 1
     return Comparison(results, error, found, noted.found, is_ambiguous)
-
-
-def _gathered(result: Result, shards: SequenceShards) -> list[Result]:
-    """Returns the results of all ranks."""
-    results: list[Any] = [None] * len(shards.sizes)
-    dist.all_gather_object(results, result, group=shards.group)
-    return results
 
 
 def _has_autocast(model: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from accelerate import torch_private
+from accelerate.ops import gather_in_group
 from accelerate.strategies.dtensors import clean_name
 from accelerate.strategies.fsdp.flat_states import LocalRange, local_ranges, outside_units
 from accelerate.weights import is_extra
@@ -65,11 +66,9 @@ def whole_weights(
 
 def _lengths_by_rank(ranges: list[LocalRange]) -> list[list[int]]:
     """Returns the number of elements of each range on each rank of its group, in the order of the ranges."""
-    gathered: dict[Any, list[list[int]]] = {}
     own = [local.values.numel() for local in ranges]
-    for group in dict.fromkeys(local.group for local in ranges if local.group is not None):
-        gathered[group] = [[] for _ in range(group.size())]
-        dist.all_gather_object(gathered[group], own, group=group)
+    groups = dict.fromkeys(local.group for local in ranges if local.group is not None)
+    gathered = {group: gather_in_group(own, group) for group in groups}
     return [
         [own[index]] if local.group is None else [lengths[index] for lengths in gathered[local.group]]
         for index, local in enumerate(ranges)

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from accelerate import rng
 from accelerate.base import listed
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
+from accelerate.ops import gather_in_group
 from accelerate.strategies.axes import whole_experts
 from accelerate.strategies.dtensors import fsdp2_canonicalize_names, named_parameters
 from accelerate.strategies.pipeline.microbatches import MicroBatch
@@ -218,6 +218,4 @@ def _device_for(device: torch.device, model: nn.Module) -> torch.device:
 def _trained_names(pipeline: Pipeline) -> set[str]:
     """Returns the names of the parameters that are trained on some rank of the pipeline."""
     own = [name for name, p in named_parameters(pipeline.model.model).items() if p.requires_grad]
-    gathered: list[Any] = [None] * dist.get_world_size(pipeline.group)
-    dist.all_gather_object(gathered, own, group=pipeline.group)
-    return {name for names in gathered for name in names}
+    return {name for names in gather_in_group(own, pipeline.group) for name in names}

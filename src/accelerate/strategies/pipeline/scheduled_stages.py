@@ -17,6 +17,7 @@ from torch.distributed.pipelining import schedules
 
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, PreparationError, StateError, listed, wrong_value
+from accelerate.ops import gather_in_group
 from accelerate.plugins import SCHEDULES, PipelineConfig
 from accelerate.strategies.pipeline.microbatches import MicroBatch, zero_loss
 from accelerate.strategies.pipeline.nested_tensors import TensorSpec, signature_of
@@ -139,8 +140,7 @@ class ScheduledStages:
         error, self._error = self._error, None
         is_own = isinstance(error, (ConfigurationError, PreparationError, StateError))
         text = str(error) if is_own else error and f"{type(error).__name__}: {error}"
-        texts: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(texts, text, group=self.group)
+        texts = gather_in_group(text, self.group)
         if error is not None:
             raise error
         for rank, text in enumerate(texts):

@@ -27,6 +27,7 @@ from accelerate.checkpointing import (
     ShardedState,
     ShardIndex,
 )
+from accelerate.ops import gather_in_group
 from accelerate.strategies.dtensor_state import GatheredState
 from accelerate.strategies.dtensors import distribute_like, named_parameters, whole_tensor
 from accelerate.strategies.pipeline.runner import Pipeline
@@ -175,8 +176,7 @@ class PipelineState(GatheredState):
         Called on all ranks, when models or optimizers are prepared.
         """
         optimizer = _inner(optimizer)
-        gathered: list[Any] = [None] * self._axis.size
-        dist.all_gather_object(gathered, self._members(optimizer, models), group=self._axis.group)
+        gathered = gather_in_group(self._members(optimizer, models), self._axis.group)
         pipelines = [self._pipeline(model) for model in models]
         orders = [{} if pipeline is None else pipeline.order for pipeline in pipelines]
 

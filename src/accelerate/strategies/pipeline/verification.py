@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from accelerate import rng, torch_private
 from accelerate.base import ConfigurationError, PreparationError, StateError, listed
+from accelerate.ops import gather_in_group
 from accelerate.strategies.batches import LossFunction, loss_of
 from accelerate.strategies.dtensors import named_parameters, whole_tensor
 from accelerate.strategies.fixed_draws import FixedDraws
@@ -316,9 +317,7 @@ def _check_batches(pipeline: Pipeline, batch: object) -> None:
         digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
         if tensor.layout is torch.strided:
             digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    gathered: list[Any] = [None] * dist.get_world_size(pipeline.group)
-    dist.all_gather_object(gathered, digest.hexdigest(), group=pipeline.group)
-    if len(set(gathered)) > 1:
+    if len(set(gather_in_group(digest.hexdigest(), pipeline.group))) > 1:
         raise PreparationError(
             "The ranks of a pipeline have different batches: the first stage uses the inputs of one rank, "
             "and the last one the labels of another. Read the batches from a loader of `prepare`, and draw "
@@ -471,10 +470,8 @@ def _raise_first(
     changes: Collection[str],
 ) -> None:
     """Raises an error for the first difference of all ranks of a group."""
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, min(differences, default=None), group=group)
-    found = [difference for difference in gathered if difference is not None]
-    if found:
+    first = gather_in_group(min(differences, default=None), group)
+    if found := [difference for difference in first if difference is not None]:
         raise _not_equal(pipeline, min(found).text, changes)
 
 

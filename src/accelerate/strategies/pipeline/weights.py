@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accelerate.ops import gather_in_group
 from accelerate.strategies.dtensors import whole_tensor
 from accelerate.strategies.pipeline.runner import Pipeline
 
@@ -38,11 +38,9 @@ def whole_weights(pipeline: Pipeline) -> tuple[dict[str, RemoteTensor], Callable
         for name, value in own.items()
         if rank == min(pipeline.holders_of(name))
     }
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, specs, group=group)
     found = {
         name: RemoteTensor(name, shape, dtype, dist.get_global_rank(group, index))
-        for index, part in enumerate(gathered)
+        for index, part in enumerate(gather_in_group(specs, group))
         for name, (shape, dtype) in part.items()
     }
 
