@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache, cached_property, partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,24 +38,8 @@ from accelerate.strategies.pipeline.nested_tensors import (
 from accelerate.strategies.pipeline.scheduled_stages import ScheduledStages, settings_of
 from accelerate.strategies.tolerances import must_compare
 
-
-class Verification(Protocol):
-    """Comparison of a pipeline with the model that was not split."""
-
-    def check_training(
-        self, pipeline: Pipeline, batch: object, loss_fn: LossFunction | None, *, is_sum: bool
-    ) -> bool:
-        """Raises an error if the pipeline computes another loss or other gradients for a batch.
-
-        Returns:
-            Whether they were compared.
-        """
-
-    def check_loss(self, pipeline: Pipeline, batch: object, *, is_sum: bool) -> None:
-        """Raises an error if the loss that a model computes for a batch is not that of its micro-batches."""
-
-    def check_evaluation(self, pipeline: Pipeline, parts: Sequence[MicroBatch], whole: MicroBatch) -> None:
-        """Raises an error if the pipeline computes other outputs for a batch."""
+if TYPE_CHECKING:
+    from accelerate.strategies.pipeline.verification import Verification
 
 
 class Pipeline(ScheduledStages):
