@@ -42,12 +42,10 @@ from accelerate.strategies.axes.sequence_check import (
     gather_shards,
     unshard,
 )
-from accelerate.strategies.axes.sequence_shards import SequenceRanks, consecutive
+from accelerate.strategies.axes.sequence_shards import SequenceRanks, checked_buffers, consecutive
 from accelerate.strategies.axes.whole_losses import BlockLosses
 from accelerate.strategies.layer import Layer
 from accelerate.strategies.tolerances import must_compare
-
-CALL = "accelerator.maybe_context_parallel"
 
 T = TypeVar("T")
 
@@ -91,9 +89,9 @@ class ContextAxis(Layer):
         """Returns torch's context, in which buffers are sharded and attention is over all ranks."""
         from torch.distributed.tensor.experimental import context_parallel
 
-        tensors, dims = _checked_list("buffers", buffers), _checked_list("buffer_seq_dims", buffer_seq_dims)
+        tensors, dims = checked_buffers(buffers, buffer_seq_dims)
         mesh = self._mesh[MeshAxis.CP.value]
-        _check_buffers(tensors, dims, mesh.size())
+        _check_lengths(tensors, dims, mesh.size())
         if of_device(torch.device(mesh.device_type)).is_host:
             register_cpu_kernels()
         torch_private.set_rotate_method(self._handler.cp_comm_strategy)
@@ -107,20 +105,10 @@ class ContextAxis(Layer):
         return replace(layout, context_parallel=self._mesh[MeshAxis.CP.value].size())
 
 
-def _check_buffers(buffers: list[Tensor], dims: list[int], size: int) -> None:
-    if not buffers:
-        raise ConfigurationError(
-            f"{CALL} got no buffers, so no sequence would be split. Pass the tensors of the batch that have "
-            "a sequence dimension, and in buffer_seq_dims the dimension of each."
-        )
-    if len(buffers) != len(dims):
-        reason = f"it has {len(dims)} entries for {len(buffers)} buffers"
-        raise wrong_value("buffer_seq_dims", dims, reason, "Give the sequence dimension of each buffer")
+def _check_lengths(buffers: list[Tensor], dims: list[int], size: int) -> None:
+    """Raises an error for sequences that `size` ranks cannot divide into chunks of one length."""
     chunks = CHUNKS * size
     for buffer, dim in zip(buffers, dims, strict=True):
-        if not -buffer.ndim <= dim < buffer.ndim:
-            reason = f"a buffer has shape {list(buffer.shape)}"
-            raise wrong_value("buffer_seq_dims", dim, reason, "Name one of its dims")
         if buffer.shape[dim] % chunks:
             reason = (
                 f"a sequence of {buffer.shape[dim]} is not divisible into {chunks} chunks, {CHUNKS} for each"
@@ -129,13 +117,6 @@ def _check_buffers(buffers: list[Tensor], dims: list[int], size: int) -> None:
             raise wrong_value(
                 "buffers", list(buffer.shape), reason, f"Pad sequences to a multiple of {chunks}"
             )
-
-
-def _checked_list(name: str, values: Any) -> list[Any]:
-    if isinstance(values, (Tensor, int)):
-        kind = type(values).__name__
-        raise wrong_value(name, kind, "there may be several, so it takes a list", f"Write {name}=[...]")
-    return list(values or ())
 
 
 class _ImportedAttention(TorchFunctionMode):
@@ -186,9 +167,9 @@ def _with_checked_attention(
             yield
         if sequences.model is not None and not attention.calls:
             raise ConfigurationError(
-                f"The forward of {sequences.model} inside {CALL} has not called torch's "
-                "scaled_dot_product_attention, so each rank would attend to its own shard of the sequences "
-                "only. Choose attention by that function, for transformers' models with "
+                f"The forward of {sequences.model} inside accelerator.maybe_context_parallel has not called "
+                "torch's scaled_dot_product_attention, so each rank would attend to its own shard of the "
+                "sequences only. Choose attention by that function, for transformers' models with "
                 "attn_implementation='sdpa', or set cp_size=1."
             )
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from accelerate.base import ConfigurationError, wrong_value
+
 Ranges = tuple[tuple[int, int], ...]
 """First positions of ranges, and the positions after their ends."""
 
@@ -111,6 +113,36 @@ class SequenceShards(NamedTuple):
         starts = range(0, len(self.ranges), size)
         ranges = tuple(sum(self.ranges[start : start + size], ()) for start in starts)
         return SequenceShards(SequenceRanks(group, group), self.rank // size, ranges)
+
+def checked_buffers(
+    buffers: Sequence[Tensor] | None, dims: Sequence[int] | None
+) -> tuple[list[Tensor], list[int]]:
+    """Returns the buffers of `maybe_context_parallel` and the dimension of the sequences in each.
+
+    Raises:
+        ConfigurationError: There are no buffers, or a dimension is missing or wrong.
+    """
+    given: dict[str, object] = {"buffers": buffers, "buffer_seq_dims": dims}
+    for name, values in given.items():
+        if isinstance(values, (Tensor, int)):
+            kind = type(values).__name__
+            raise wrong_value(name, kind, "there may be several, so it takes a list", f"Write {name}=[...]")
+    buffers, dims = list(buffers or ()), list(dims or ())
+    if not buffers:
+        raise ConfigurationError(
+            "accelerator.maybe_context_parallel got no buffers, so no sequence would be split. Pass the "
+            "tensors of the batch that have a sequence dimension, and in buffer_seq_dims the dimension of "
+            "each."
+        )
+    if len(buffers) != len(dims):
+        reason = f"it has {len(dims)} entries for {len(buffers)} buffers"
+        raise wrong_value("buffer_seq_dims", dims, reason, "Give the sequence dimension of each buffer")
+    for buffer, dim in zip(buffers, dims, strict=True):
+        if not -buffer.ndim <= dim < buffer.ndim:
+            reason = f"a buffer has shape {list(buffer.shape)}"
+            raise wrong_value("buffer_seq_dims", dim, reason, "Name one of its dims")
+    return buffers, dims
+
 
 
 def _size(ranges: Ranges) -> int:

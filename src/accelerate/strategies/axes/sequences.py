@@ -46,7 +46,13 @@ from accelerate.strategies.axes.sequence_inputs import (
     without_cache,
 )
 from accelerate.strategies.axes.sequence_models import check_model
-from accelerate.strategies.axes.sequence_shards import SequenceRanks, SequenceShards, consecutive, divide
+from accelerate.strategies.axes.sequence_shards import (
+    SequenceRanks,
+    SequenceShards,
+    checked_buffers,
+    consecutive,
+    divide,
+)
 from accelerate.strategies.axes.sharded_forwards import (
     LatestSequences,
     ShardedForward,
@@ -119,7 +125,7 @@ class SequenceAxis(Layer):
         no_restore_buffers: set[Tensor] | None = None,
     ) -> AbstractContextManager[None]:
         """Returns a context in which buffers are the positions of this rank."""
-        tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
+        tensors, dims = checked_buffers(buffers, buffer_seq_dims)
         ranks = self._ranks
         shards = divide(_length_of_buffers(tensors, dims), ranks)
         if not min(shards.sizes):
@@ -387,21 +393,8 @@ def join_outputs(outputs: T, dims: OutputDims, shards: SequenceShards) -> T:
 # Blocks
 
 
-def _length_of_buffers(buffers: list[Any], dims: list[Any]) -> int:
-    """Returns the length of sequences in buffers, or raises an error for other buffers."""
-    if not buffers:
-        raise ConfigurationError(
-            "accelerator.maybe_context_parallel got no buffers, so no sequence would be divided. Pass the "
-            "tensors of the batch that have a sequence dimension, and in buffer_seq_dims the dimension of "
-            "each."
-        )
-    if len(buffers) != len(dims):
-        reason = f"it has {len(dims)} entries for {len(buffers)} buffers"
-        raise wrong_value("buffer_seq_dims", dims, reason, "Give the sequence dimension of each buffer")
-    for buffer, dim in zip(buffers, dims, strict=True):
-        if not -buffer.ndim <= dim < buffer.ndim:
-            reason = f"a buffer has shape {list(buffer.shape)}"
-            raise wrong_value("buffer_seq_dims", dim, reason, "Name one of its dims")
+def _length_of_buffers(buffers: list[Tensor], dims: list[int]) -> int:
+    """Returns the length of the sequences in buffers, or raises an error for different lengths."""
     lengths = {buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True)}
     if len(lengths) > 1:
         reason = f"their sequences have different lengths ({', '.join(map(str, sorted(lengths)))})"
