@@ -85,7 +85,7 @@ def check_masks(model: nn.Module) -> None:
     """Adds forward pre-hooks that raise an error for attention that context parallelism does not compute."""
     for name, module in model.named_modules():
         if _is_attention(name, module):
-            hook: Callable[..., Any] = partial(_check_layer, name, _config_of(module) or _config_of(model))
+            hook: Callable[..., Any] = partial(_check_layer, name, config_of(module) or config_of(model))
             module.register_forward_pre_hook(hook, with_kwargs=True)
             module.register_forward_hook(_leave_layer)
             continue
@@ -114,7 +114,8 @@ def _counts_positions(module: nn.Module) -> bool:
     )
 
 
-def _config_of(module: nn.Module) -> Any:
+def config_of(module: nn.Module) -> Any:
+    """Returns the config of the text model of a model of transformers, or None."""
     config: Any = getattr(module, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -185,7 +186,7 @@ def _check_layer(
         return None
     mask = kwargs["attention_mask"]
     if isinstance(mask, Tensor) and _first_time(mask):
-        if _reaches_ahead(mask):
+        if _is_square(mask) and bool(_is_allowed(mask).triu(1).any()):
             raise _refuse(
                 name, "gets a mask that lets positions attend to later ones (a prefix, or all tokens)"
             )
@@ -214,10 +215,8 @@ def _is_allowed(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(torch.float16).min / 2
 
 
-def _reaches_ahead(mask: Tensor) -> bool:
-    if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2]:
-        return False
-    return bool(_is_allowed(mask).triu(1).any())
+def _is_square(mask: Tensor) -> bool:
+    return mask.ndim > 1 and mask.shape[-1] == mask.shape[-2]
 
 
 def _is_biased(mask: Tensor) -> bool:
@@ -227,7 +226,7 @@ def _is_biased(mask: Tensor) -> bool:
 
 def is_causal_mask(mask: Tensor) -> bool:
     """Returns whether a mask of shape [..., queries, keys] is the one of causal attention."""
-    if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2]:
+    if not _is_square(mask):
         return False
     allowed, size = _is_allowed(mask), mask.shape[-1]
     causal = torch.ones(size, size, dtype=torch.bool, device=mask.device).tril()
@@ -250,7 +249,10 @@ def _check_inputs(
     if sequences.length is None:
         return
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    _check_kinds(name, _config_of(module))
+    config = config_of(module)
+    if kinds := other_kinds(config):
+        source = f"layer_types of {type(config).__name__}"
+        raise _refuse(name, f"has layers of other kinds by {source} ({', '.join(kinds)})")
     masks, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     for mask in masks.values() if isinstance(masks, Mapping) else [masks]:
         if isinstance(mask, Tensor) and _first_time(mask):
@@ -277,12 +279,10 @@ def _check_presence(name: str, names: list[str], counts_positions: bool, positio
     raise ConfigurationError(f"{name} {problem}, so each rank would count positions from 0. {fix}.")
 
 
-def _check_kinds(name: str, config: Any) -> None:
+def other_kinds(config: Any) -> list[str]:
+    """Returns the kinds of layers in a config that are not attention of a known kind."""
     kinds = set(getattr(config, "layer_types", None) or ())
-    unknown = [kind for kind in kinds if kind not in COMPUTED and not any(part in kind for part in WINDOWS)]
-    if unknown:
-        kind = type(config).__name__
-        raise _refuse(name, f"has layers of other kinds by layer_types of {kind} ({', '.join(unknown)})")
+    return sorted(k for k in kinds if k not in COMPUTED and not any(part in k for part in WINDOWS))
 
 
 def _check_mask(name: str, mask: Tensor) -> None:
@@ -367,7 +367,6 @@ def attend(attention: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapp
     Args:
         attention: Function of torch inside `context_parallel`, which attends over all ranks.
         args: Arguments of `scaled_dot_product_attention`.
-        kwargs: Its keyword arguments.
 
     Raises:
         ConfigurationError: The call computes another attention, or torch has no kernel for it.

@@ -6,7 +6,7 @@ from torch import nn
 
 from accelerate import torch_private
 from accelerate.base import PreparationError
-from accelerate.strategies.axes.masks import COMPUTED, WINDOWS
+from accelerate.strategies.axes.masks import config_of, other_kinds
 
 RECURRENT = (
     "Mamba",
@@ -31,7 +31,6 @@ def check_model(model: nn.Module, ranks: int, shards_of_heads: int, ring: int = 
     """Raises an error for a model whose sequences cannot be divided.
 
     Args:
-        model: A model that is not prepared.
         ranks: Number of ranks that divide sequences.
         shards_of_heads: Number of ranks that divide heads already, by tensor parallelism.
         ring: Number of ranks that exchange keys and values, by context parallelism.
@@ -48,7 +47,7 @@ def check_model(model: nn.Module, ranks: int, shards_of_heads: int, ring: int = 
                 f"{where} {reason}, and sp_size={ranks} divides sequences "
                 "among ranks, which exchange heads of attention only. Set sp_size=1 for this model."
             )
-    config = _config_of(model)
+    config = config_of(model)
     if config is None:
         return
     if getattr(config, "is_encoder_decoder", False):
@@ -56,9 +55,7 @@ def check_model(model: nn.Module, ranks: int, shards_of_heads: int, ring: int = 
             f"{kind} has an encoder and a decoder, whose sequences have different lengths, and "
             f"sp_size={ranks} divides sequences of one length. Set sp_size=1 for this model."
         )
-    kinds = set(getattr(config, "layer_types", None) or ())
-    others = sorted(k for k in kinds if k not in COMPUTED and not any(part in k for part in WINDOWS))
-    if others:
+    if others := other_kinds(config):
         raise PreparationError(
             f"{kind} has layers of other kinds by layer_types of {type(config).__name__} "
             f"({', '.join(others)}), and sp_size={ranks} divides the sequences of attention only. Set "
@@ -78,11 +75,6 @@ def check_model(model: nn.Module, ranks: int, shards_of_heads: int, ring: int = 
             f"positions, and cp_size={ring} with sp_size={ranks} gives it the keys of other ranks. Load it "
             "with attn_implementation='sdpa', or set cp_size=1."
         )
-
-
-def _config_of(model: Any) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _reason(part: nn.Module, is_layer: bool) -> str | None:
