@@ -72,9 +72,7 @@ class Accumulation:
     Windows are counted for each set of models that is passed to `accumulate`.
 
     Args:
-        strategy: Strategy whose `no_sync` keeps gradients local.
         gradients: State that says whether the current micro-batch synchronizes gradients.
-        prepared: Prepared models and optimizers.
         groups: Replica groups of the run, whose loaders may begin the micro-batches.
 
     Attributes:
@@ -127,7 +125,6 @@ class Accumulation:
 
         Args:
             models: Models whose gradients are not synchronized before the last micro-batch, or none.
-            num_items: Number of items on this rank, or None for equal weights.
         """
         if self.is_driven:
             if num_items is not None:
@@ -453,9 +450,6 @@ class GradientExchanges:
 
     Callbacks at the end of a backward pass run in the order in which they are queued. One that is queued with
     the gradient of the loss runs before the callbacks of the wrappers, which wait.
-
-    Args:
-        gradients: State that knows whether this micro-batch synchronizes gradients.
     """
 
     def __init__(self, gradients: GradientState) -> None:

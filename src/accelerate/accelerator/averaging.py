@@ -34,7 +34,6 @@ class Stepped:
     """Parameters of one model that one optimizer steps, with the averages of their local tensors.
 
     Attributes:
-        parameters: The parameters that have elements on this rank.
         averages: Their averages, in the same order.
         num_stepped: Number of all parameters of the optimizer.
     """

@@ -52,7 +52,6 @@ def watch_unprepared_steps(
 
     Args:
         gradients: State that says whether the current micro-batch is the last one.
-        models: The models that are trained.
 
     Returns:
         A handle that ends the watch.

@@ -73,7 +73,6 @@ def build_runtime(request: strategies.RunRequest, accelerator: Any, functions: C
     """Returns the parts of the run of this process.
 
     Args:
-        request: Checked arguments.
         accelerator: Argument of the functions that clients replace.
         functions: Returns the module in which clients replace functions.
 

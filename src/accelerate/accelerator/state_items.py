@@ -198,7 +198,6 @@ def collect(runtime: Runtime, staging: Staging, step: int, safe: bool) -> list[P
     """Returns the contents of the files of this rank, after the hooks of the user have run.
 
     Args:
-        staging: Folder to which the files are written.
         step: Number of micro-batches since the end of the last pass over a loader.
         safe: Whether whole weights are written to safetensors files.
     """

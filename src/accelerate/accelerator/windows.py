@@ -76,9 +76,6 @@ class Window:
 
     Inside, `accelerator.backward` takes losses that are sums over items. If the loop is left before the last
     batch, the gradients of the window are removed and the optimizer does not step.
-
-    Attributes:
-        num_items: Number of items in the batches of this window, over all ranks.
     """
 
     def __init__(

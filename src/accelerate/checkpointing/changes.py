@@ -140,7 +140,6 @@ def fill_states(
     Values of another layout, and those of states that the optimizer does not have yet, are in other tensors.
 
     Args:
-        optimizer: Optimizer, which may be in wrappers.
         states: Tensors, local shards and other values, by the numbers of parameters.
         parameters: Parameters of the optimizer by their numbers.
         like: Tensors by which states are distributed, by the numbers of parameters.
@@ -177,7 +176,6 @@ def fill_weights(module: nn.Module, live: Mapping[str, Any], weights: Mapping[st
 
     Args:
         live: Its tensors by their names.
-        weights: Tensors, local shards and other values by the names of tensors.
     """
     if loads_its_own_way(module):
         return dict(weights)

@@ -57,7 +57,6 @@ def exchange(
     Called on all ranks. No file is sent if a rank cannot allocate what it receives.
 
     Args:
-        transfers: Files to send, the same on all ranks.
         source: Folder of the files that this rank sends.
         target: Folder of the files that this rank receives, which appear in it when they are complete.
         operation: Name of the call in error messages.

@@ -283,7 +283,6 @@ def plan_copies(nodes: Nodes, copies: int, summaries: Sequence[Mapping[str, Any]
 
     Args:
         copies: Number of nodes that receive the files of a node.
-        summaries: Records of the files that each rank has written.
     """
     names = [
         {record["name"] for rank in ranks for record in summaries[rank]["records"]} for ranks in nodes.ranks
@@ -309,7 +308,6 @@ def open_fast_tier(
         folder: Folder on a disk of each node.
         copies: Number of other nodes that hold a copy of the files of a node. None is 1 if there are several
             nodes.
-        topology: Rank and node of this process.
         timeout: Timeout for all ranks to arrive, in seconds.
 
     Raises:

@@ -440,9 +440,7 @@ def saved_lines(target: Path, names: Sequence[str], custom: Sequence[str]) -> li
     """Returns the lines for the files that a rank has saved.
 
     Args:
-        target: Folder of the checkpoint.
         names: Paths of the files in it.
-        custom: Classes of the objects of the user.
     """
     tops = list(dict.fromkeys(name.partition("/")[0] for name in names))
     lines = []

@@ -43,7 +43,6 @@ class StateItem:
     """Stateful object of a run.
 
     Attributes:
-        kind: The kind, such as "optimizers", of which a run may have several in the order of preparation.
         part: Its part of a checkpoint. None if the manifest has its state, or no file.
         held_by: The ranks that have the state: "all" if it is equal on all ranks, "shards" if it may be
             sharded over them, "rank" if each rank has its own.

@@ -96,7 +96,6 @@ def read(folder: Path, root: str, *, trusted: bool = False) -> ShardIndex:
     """Reads the metadata of a folder.
 
     Args:
-        folder: Folder with the files of all ranks.
         root: First key of all paths. It is added to the paths of a state that was saved without it.
         trusted: Whether the file may contain objects of any class.
     """

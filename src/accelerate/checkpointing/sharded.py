@@ -295,7 +295,6 @@ def loaded_groups(
     """Returns the groups of the optimizer's state dict with the options that were read.
 
     Args:
-        optimizer: Optimizer with the same parameters.
         values: All values that were read, by their paths.
         numbers: Number of each parameter by each of its names.
     """

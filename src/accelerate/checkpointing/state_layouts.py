@@ -94,7 +94,6 @@ def place_state(
     Args:
         name: Name of the state, for messages.
         value: The whole state, or a tensor of its shape.
-        layout: Its layout in the checkpoint, if it has one.
         live: The state that the optimizer has now, if it has one.
 
     Raises:

@@ -45,7 +45,6 @@ def run_command(
     """Runs a command and waits for it.
 
     Args:
-        command: Command and its arguments.
         return_stdout: Whether to return the output.
         env: Environment of the command. None uses that of this process.
 

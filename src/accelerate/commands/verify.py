@@ -60,9 +60,6 @@ KEPT = ("ACCELERATE_TORCH_DEVICE",)
 def verify_command(args: argparse.Namespace) -> None:
     """Runs a script in two launches and compares what they train.
 
-    Args:
-        args: Arguments parsed by `verify_command_parser`.
-
     Raises:
         ConfigurationError: The settings are not valid, or the runs cannot be compared.
         LaunchError: One of the runs failed.

@@ -210,7 +210,6 @@ class BatchChannel:
     calls `send`, the others `receive`.
 
     Args:
-        transport: The transport of the run.
         group_of: The data-parallel group of each rank.
         device: Device of the blocks when they are sent.
     """
@@ -329,7 +328,6 @@ class SharedMemoryCollate:
     """Torch's default collate function, which stacks large tensors in the memory of a channel.
 
     Args:
-        channel: The channel.
         group: Index of the batch for this process in each global batch. If it is wrong, the batch is copied
             once more.
         num_batches: Number of batches of each global batch.

@@ -35,7 +35,6 @@ class DatasetJoin:
     the next step before a batch is yielded, so every rank knows which batch is the last.
 
     Attributes:
-        transport: The transport that connects the ranks.
         group_of: The data-parallel group of each rank.
         padding_source: The first batch of the shard of this rank; empty if it is not read yet.
         pads_short: Whether a short batch is padded; otherwise only a missing one is replaced.

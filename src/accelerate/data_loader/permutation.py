@@ -119,7 +119,6 @@ class IndexPermutation:
     """Permutation of `range(length)` that computes the index at any position in constant time.
 
     Args:
-        length: The number of indices, at least 1.
         seed: Seed of the permutation, of which the lowest 64 bits are used.
     """
 

@@ -104,7 +104,6 @@ def match_ranks(loader: DataLoader[Any], groups: int, group: int, transport: Tra
 
     Args:
         groups: Number of data-parallel ranks.
-        group: The data-parallel rank of this process.
         transport: The transport that connects the ranks; None if they cannot be reached.
 
     Raises:
@@ -211,8 +210,6 @@ class SamplerJoin:
     batch exchanges the numbers of samples. It runs when indices are drawn, before the batch is read.
 
     Args:
-        transport: The transport that connects the ranks.
-        group: The data-parallel rank of this process.
         drop_last: Whether to end with the first rank that ends, instead of repeating batches.
         padding: Number of indices of an epoch, over all ranks, that repeat others to make ranks equal.
     """

@@ -76,7 +76,6 @@ class OpenPass:
 
     Attributes:
         batches: The batches, on the device where they are read.
-        mark: The mark of the last one.
         padding_record: Counts of the batches with padding; it may grow during the pass.
         number: Number of the first batch.
         full: Number of rows of a full batch that no other process shares, by the first batch; None for
@@ -207,8 +206,6 @@ def open_batches(
         skip: Number of batches to skip.
         kept: Number of the skipped batches, from the first one, that are yielded nevertheless.
         ahead_by: Number of batches that are read before the one that is yielded; None for torch's own number.
-        mark: The mark of the last batch, which is set if the indices of the batches are drawn in this
-            process.
 
     Returns:
         The batches, whether the mark is set, and the record of padding.

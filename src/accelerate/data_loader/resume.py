@@ -94,10 +94,6 @@ def is_state(state: object) -> bool:
 def restore(loader: Any, state: Mapping[str, Any], streams: Mapping[str, Any] | None = None) -> None:
     """Restores the order and position of a loader, also from a run with another number of processes.
 
-    Args:
-        state: The state that `capture` returned.
-        streams: The states that `capture_stream` returned.
-
     Raises:
         CheckpointError: If the state is not that of a loader, or of one with another order.
     """

@@ -186,7 +186,6 @@ class Header:
     small, so that nothing else has to be sent. Used by one thread at a time.
 
     Args:
-        size: World size.
         gather: Fills its first argument with the second one of all ranks in rank order, on the CPU.
     """
 

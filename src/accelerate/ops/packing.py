@@ -380,7 +380,6 @@ def plan_transfer(
 
     Args:
         operation: Name of the operation, with the arguments that must be equal on all ranks.
-        size: World size.
         capacity: Bytes of payload in the header.
         mixed: Whether a buffer may contain several dtypes, which is possible if nothing is computed.
     """

@@ -355,7 +355,6 @@ def candidate_layouts(devices: int, trace: Trace, *, accumulation: int = 1) -> I
     """Yields the layouts of a number of devices that a model allows, with the fastest one of each kind first.
 
     Args:
-        trace: Any trace of the model.
         accumulation: Forward and backward passes in each step.
     """
     # With more stages than micro-batches, ranks wait most of the time.

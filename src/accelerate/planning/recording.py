@@ -37,7 +37,6 @@ class Recording:
     """Memory of a traced step at each operator.
 
     Attributes:
-        phases: Forward and backward passes.
         step: Bytes of each part at the peak of gradient clipping and the optimizer step.
         scalars: Other fields of a `Trace` that are numbers.
     """

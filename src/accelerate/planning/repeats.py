@@ -23,7 +23,6 @@ class Repeat:
     """List of blocks whose kinds repeat with a period, after some blocks at its beginning.
 
     Attributes:
-        count: Number of blocks in the list.
         fewest: Number of blocks in the smallest model.
         period: Number of blocks after which their kinds repeat.
         verified: Number of periods that are added to verify an extrapolation.

@@ -165,11 +165,7 @@ def record_step(step: Step) -> Recording:
 
 @contextmanager
 def fake_operators(mode: Any) -> Iterator[None]:
-    """Runs operators on fake tensors inside the block, also those that need values, such as routing.
-
-    Args:
-        mode: The `FakeTensorMode`.
-    """
+    """Runs operators on fake tensors inside the block, also those that need values, such as routing."""
     with torch_private.log_silenced(FAKE_TENSORS), values_readable(), mode, OperatorMode():
         yield
 

@@ -46,7 +46,6 @@ def draw_lines(name: str, lines: Sequence[Line], number: Format, base: float = 1
 
     Args:
         name: Title of the chart.
-        lines: Values of each rank or run.
         number: Function that formats a value.
         base: Ticks are round multiples of a power of this number.
     """

@@ -55,7 +55,6 @@ class StreamCopy(Copy):
     until the host sees the end of the copy.
 
     Args:
-        tensor: The tensor on the device.
         stream: The side stream, after the copy was launched.
         owner: Stream that was current before.
     """
@@ -140,12 +139,7 @@ class TracedTransfer:
 
 
 class OffloadedTensor:
-    """Input of one or several blocks in host memory.
-
-    Args:
-        tensor: The tensor on the device.
-        transfer: Copies it.
-    """
+    """Input of one or several blocks in host memory."""
 
     def __init__(self, tensor: Tensor, transfer: Transfer) -> None:
         self._transfer, self._device = transfer, tensor.device

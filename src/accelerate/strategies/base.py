@@ -205,7 +205,6 @@ class Strategy:
         """Returns the model on its device, in the mixed precision of the run, wrapped and compiled.
 
         Args:
-            model: A model that is not prepared.
             to_device: Whether to move it.
             evaluation: Whether to leave out the wrapper, which only training needs.
         """

@@ -144,7 +144,6 @@ def admit(strategy: Strategy, obj: object, requested: bool | None = None) -> Non
     """Adds the layers to a strategy that an object needs, before it is prepared.
 
     Args:
-        obj: A model, or a prepared optimizer.
         requested: Whether the program requests that ranks step whole matrices, or None.
     """
     present = {layer.row: layer for layer in strategy.layers}

@@ -142,7 +142,6 @@ class IsolationCheck:
     """Check of one batch, which computes the model for each question.
 
     Args:
-        model: Model that is called.
         batch: Its inputs: a mapping of keyword arguments, a sequence of arguments, or one tensor.
         documents: Document of each position, of shape (rows, length).
         device: Device of the random generators.
@@ -316,7 +315,6 @@ def refuse_leaks(
     Called on all ranks, also on those whose rows have one document.
 
     Args:
-        batch: Its inputs.
         documents: Document of each position, of shape (rows, length), or None for one document.
         layer: Layer that splits sequences, or one that does nothing.
         fix: Sentence at the end of the message.

@@ -88,8 +88,6 @@ class Layer:
         """Returns a model that the strategy does not wrap, in the mixed precision of the run, or None.
 
         Args:
-            model: A model that is not prepared.
-            to_device: Whether to move it.
             evaluation: Whether the model is not trained.
         """
         return None

@@ -354,11 +354,7 @@ def _contexts(save_operators: Any) -> tuple[Any, Any]:
 
 
 class SavingPolicy:
-    """Policy of the operators of one forward, which keeps the outputs of some.
-
-    Args:
-        operators: Overloads of the operators.
-    """
+    """Policy of the operators of one forward, which keeps the outputs of some."""
 
     def __init__(self, operators: Collection[Any]) -> None:
         self._operators = operators

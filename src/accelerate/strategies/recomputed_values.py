@@ -31,9 +31,6 @@ def check_of(name: str) -> str | None:
 
     A block may use values that have changed since its forward and that its recomputation does not restore,
     such as variables of a closure, or of a hook of a module in it.
-
-    Args:
-        name: Class of the block.
     """
     checks: dict[str, Any] | None = torch_private.determinism_checks
     if checks is None:
@@ -47,7 +44,6 @@ class SavedTensor:
     """Shape, dtype, device and some elements of a tensor that a block keeps for the backward pass.
 
     Args:
-        name: Class of the block.
         tensor: The tensor, or in the backward pass the recomputed one.
     """
 
@@ -99,10 +95,6 @@ class ComparedForward:
     """Forward of a block that raises an error if its recomputation returns other outputs.
 
     The tensors that a block keeps may end before the operator that uses a value which has changed.
-
-    Args:
-        forward: The forward.
-        name: Class of the block.
     """
 
     def __init__(self, forward: Callable[..., Any], name: str) -> None:

@@ -19,7 +19,6 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
     """Returns the class of the strategy of a run, and imports only the module of this class.
 
     Args:
-        request: Checked arguments of the run.
         hardware: Name of the row of the hardware table.
 
     Raises:

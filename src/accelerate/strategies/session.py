@@ -289,9 +289,7 @@ def warn_of_mistakes(
     """Logs a warning for each new optimizer and model that do not belong together.
 
     Args:
-        bundle: Objects of a call of `prepare`.
         models: Models that were prepared before.
-        optimizers: Optimizers that were prepared before.
         is_alone: Whether the run has one process.
     """
     new_models, new_optimizers = bundle.new(Kind.MODEL), bundle.new(Kind.OPTIMIZER)
@@ -337,7 +335,6 @@ def find_unrelated_optimizers(
     """Returns a warning for each optimizer that steps no parameter of any prepared model.
 
     Args:
-        optimizers: The optimizers to check.
         stepped: Ids of all parameters that prepared optimizers step, on one process. There an optimizer of
             other parameters is a mistake only if a model has trainable parameters that no optimizer steps.
             None on several processes, where gradients of other parameters are not averaged.
@@ -356,11 +353,7 @@ def find_unrelated_optimizers(
 
 
 def find_held_loaders(objects: Iterable[Any]) -> list[str]:
-    """Returns a warning if iterators or containers have loaders of torch, which `prepare` does not find.
-
-    Args:
-        objects: Objects that `prepare` returns unchanged.
-    """
+    """Returns a warning if iterators or containers have loaders of torch, which `prepare` does not find."""
     names = list(dict.fromkeys(type(obj).__name__ for obj in objects if _holds_loader(obj)))
     if not names:
         return []

@@ -71,7 +71,6 @@ class ShardedModel:
 
     Args:
         mesh: Mesh of a run whose model has stages on different ranks, or None.
-        stages: Modules of the stages of this rank.
 
     Attributes:
         loader_mesh: Mesh of all ranks, in which ranks along "tp" work on the same batch.
@@ -163,11 +162,7 @@ class ShardedModel:
 
 
 class KeptShardsState(DistributedTensorState):
-    """State of models that were sharded before they were prepared, and of others, which is saved in shards.
-
-    Args:
-        state: State of the strategy.
-    """
+    """State of models that were sharded before they were prepared, and of others, saved in shards."""
 
     saves_shards = True
 
@@ -183,11 +178,7 @@ class KeptShardsState(DistributedTensorState):
 
 
 class ShardedModels(Layer):
-    """Models that are sharded before they are wrapped, and models in the stages of a pipeline.
-
-    Attributes:
-        models: The models with their meshes.
-    """
+    """Models that are sharded before they are wrapped, and models in the stages of a pipeline."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = WeakStrategy(strategy)

@@ -127,11 +127,7 @@ class GatheredOptimizer:
 
 
 class StrategyState:
-    """State of the models and optimizers that a strategy has prepared.
-
-    Args:
-        strategy: The strategy that has prepared them.
-    """
+    """State of the models and optimizers that a strategy has prepared."""
 
     saves_shards: bool = False  # whether each rank saves its own shards of models and optimizers
     has_engines: bool = False  # whether engines save models and optimizers themselves

@@ -29,9 +29,6 @@ _NAMES = ("start", "end", "step")
 class SitesOf(TorchFunctionMode):
     """Mode that notes which places in the code count from 0 to a length, and other lengths of attention.
 
-    Args:
-        length: Length of the sequences.
-
     Attributes:
         others: Lengths of queries and keys that are not that of the sequences, such as a learned memory.
     """

@@ -89,11 +89,6 @@ def _shards_for(query: Tensor, key: Tensor, forward: ShardedForward | None) -> S
 def attend(attention: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """Computes `scaled_dot_product_attention` over whole sequences.
 
-    Args:
-        attention: The function of torch.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-
     Raises:
         ConfigurationError: Heads cannot be divided, or a mask is that of a shard.
     """
@@ -197,12 +192,9 @@ def attend_in_layer(
     Args:
         attention: A function that returns outputs of shape [batch, length, heads, size], and attention
             weights.
-        layer: The attention layer.
         query: Queries of shape [batch, heads, positions of this rank, size].
         key: Keys, which may have fewer heads.
-        value: Values.
         args: Further arguments, of which the first is the mask.
-        kwargs: Keyword arguments.
 
     Returns:
         Outputs for the positions of this rank, and None for the attention weights.

@@ -71,7 +71,6 @@ def build_meshes(mesh: DeviceMesh, shards: tuple[str, ...] = ("dp_shard", "cp", 
     Called on all ranks.
 
     Args:
-        mesh: Mesh of the run.
         shards: Dimensions along which FSDP shards parameters besides "ep". If it is empty, FSDP replicates
             them.
     """
@@ -181,7 +180,6 @@ def find_experts(
     """Returns the outermost modules of a model that hold experts, by name.
 
     Args:
-        model: The model.
         is_experts: Selects the modules. None reads the plans of the model and of models inside it.
     """
     modules = dict(model.named_modules())

@@ -41,7 +41,6 @@ def to_heads(tensors: Sequence[Tensor], shards: SequenceShards) -> tuple[Tensor,
 
     Args:
         tensors: Tensors of shape [batch, heads, positions of this rank, size].
-        shards: The shards.
 
     Returns:
         Tensors of shape [batch, heads / ranks, length, size].
@@ -103,7 +102,6 @@ def _exchange(
     Args:
         sent: Chunks of each tensor, one for each rank.
         shapes: Shapes of the received chunks of each tensor, one for each rank.
-        group: Process group.
     """
     ranks = range(len(shapes[0]))
     buffer = torch.cat([chunks[rank].reshape(-1) for rank in ranks for chunks in sent])
@@ -129,7 +127,6 @@ def join(tensor: Tensor, dim: int, shards: SequenceShards) -> Tensor:
     Args:
         tensor: Positions of this rank.
         dim: Dimension of the positions.
-        shards: The shards.
     """
     gather: Callable[..., Tensor] = _Join.apply
     return gather(tensor, dim, shards)
@@ -182,8 +179,6 @@ def exchanged(attend: Attend, query: Tensor, key: Tensor, value: Tensor, shards:
             tensor.
         query: Queries of shape [batch, heads, positions of this rank, size].
         key: Keys, which may have fewer heads.
-        value: Values, with the heads of the keys.
-        shards: The shards.
 
     Raises:
         ConfigurationError: The heads cannot be divided.

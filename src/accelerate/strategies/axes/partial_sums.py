@@ -45,13 +45,7 @@ class PartialSums:
         self._num_forwards -= 1
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Records the derivative by the output of a function in the backward pass, if it is such a sum.
-
-        Args:
-            func: A function of torch.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-        """
+        """Records the derivative by the output of a function in the backward pass, if it is such a sum."""
         if self._num_forwards or not isinstance(output, Tensor) or not output.requires_grad:
             return
         values = args[0] if args else None

@@ -60,7 +60,6 @@ def attend_over_blocks(
         attention: Function of torch for tensors of this rank.
         heads: Queries, keys and values of shape [batch, heads, positions of the block, size].
         arguments: Further arguments by name. A mask is that of whole sequences.
-        shards: The shards.
     """
     mask = arguments.get("attn_mask")
     if mask is None and arguments.get("is_causal"):
@@ -88,7 +87,6 @@ def attend_by_layer(
         heads: Queries, keys and values of shape [batch, heads, positions of the block, size].
         mask: Mask of whole sequences for the heads of this rank, or None.
         kwargs: Keyword arguments. A bias of positions is that of whole sequences.
-        shards: The shards.
 
     Raises:
         ConfigurationError: The function computes attention by another function, or takes another mask.

@@ -45,9 +45,6 @@ def check_forward(
     Args:
         model: The model, of which only `forward` is called.
         args: Arguments of the forward, with shards of sequences.
-        kwargs: Keyword arguments.
-        sequences: The shards.
-        precision: Mixed precision of the run by name.
 
     Raises:
         ConfigurationError: The outputs differ, or positions are counted on each rank.
@@ -107,11 +104,6 @@ def _compare(
     """Compares the outputs for the beginning of sequences, or for whole sequences.
 
     Args:
-        model: The model.
-        args: Arguments of the forward.
-        kwargs: Keyword arguments.
-        sequences: The shards.
-        precision: Mixed precision of the run by name.
         chunk: Positions of each chunk that are compared, or None for all.
     """
     shards = sequences.shards
@@ -126,14 +118,14 @@ def _compare(
         except ConfigurationError:
             raise
         except Exception as error:
-            result = result._replace(own_error=_text_of(error))
+            result = result._replace(own_error=f"{type(error).__name__}: {error}")
         else:
             try:
                 with torch_private.attention_replaced(_attend_as_before):
                     expected = compute(*whole)
                     draw = draw_of_whole(compute, whole, expected, found, tolerance)
             except Exception as error:
-                result = result._replace(whole_error=_text_of(error))
+                result = result._replace(whole_error=f"{type(error).__name__}: {error}")
             else:
                 pairs = zip(found.outputs, expected.outputs, strict=False)
                 differences = [_difference(*pair, shards, chunk) for pair in pairs]
@@ -149,10 +141,6 @@ def _compare(
         next((each.buffer for each in results if each.buffer), ""),
         "" if have_same_states else next((each.draw for each in results if each.draw), ""),
     )
-
-
-def _text_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def unshard(shards: list[Tensor], dim: int) -> Tensor:

@@ -91,7 +91,6 @@ def length_of(inputs: Inputs, name: str) -> int:
     """Returns the length of the sequences of a forward.
 
     Args:
-        inputs: The arguments.
         name: Class of the model.
 
     Raises:
@@ -113,9 +112,6 @@ def dim_of(name: str, tensor: Tensor, length: int, dims: Mapping[str, int | None
     """Returns the dimension of a tensor along which sequences are divided, or None for a whole tensor.
 
     Args:
-        name: Name of the argument.
-        tensor: The argument.
-        length: Length of the sequences in it.
         dims: Dimensions by the names of arguments that the program gives.
     """
     if name in dims:
@@ -182,9 +178,6 @@ def beginning(inputs: Inputs, length: int, size: int, dims: Mapping[str, int | N
     """Returns the arguments with the first positions of whole sequences.
 
     Args:
-        inputs: The arguments.
-        length: Length of the sequences.
-        size: Number of positions.
         dims: Dimensions that the program gives.
     """
 
@@ -224,7 +217,6 @@ def completed(inputs: Inputs, model: nn.Module, part: nn.Module, length: int) ->
         inputs: The arguments, with whole sequences.
         model: The model, which is a model of transformers or has one.
         part: The model of transformers.
-        length: Length of the sequences.
     """
     parameters = inspect.signature(part.forward).parameters
     if part is not model:  # which passes some arguments on

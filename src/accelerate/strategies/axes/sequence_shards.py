@@ -45,7 +45,6 @@ class SequenceShards(NamedTuple):
     """Shards of the sequences of one batch.
 
     Attributes:
-        ranks: The ranks.
         rank: Rank of this process in their group.
         ranges: Positions of each rank.
     """
@@ -114,6 +113,7 @@ class SequenceShards(NamedTuple):
         ranges = tuple(sum(self.ranges[start : start + size], ()) for start in starts)
         return SequenceShards(SequenceRanks(group, group), self.rank // size, ranges)
 
+
 def checked_buffers(
     buffers: Sequence[Tensor] | None, dims: Sequence[int] | None
 ) -> tuple[list[Tensor], list[int]]:
@@ -142,7 +142,6 @@ def checked_buffers(
             reason = f"a buffer has shape {list(buffer.shape)}"
             raise wrong_value("buffer_seq_dims", dim, reason, "Name one of its dims")
     return buffers, dims
-
 
 
 def _size(ranges: Ranges) -> int:

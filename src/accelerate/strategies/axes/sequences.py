@@ -166,9 +166,7 @@ class _Forwards:
     """Hooks of a model that computes the positions of this rank.
 
     Args:
-        ranks: Ranks that divide sequences.
         dims: Dimensions of sequences by the names of arguments.
-        precision: Mixed precision of the run by name.
     """
 
     def __init__(self, ranks: SequenceRanks, dims: dict[str, int | None], precision: str) -> None:
@@ -197,7 +195,9 @@ class _Forwards:
             return None
         inputs = inputs_of(model, args, kwargs)
         forward, dims = None, None
-        if not (state.is_off or _has_cache(inputs) or _is_traced(inputs)):
+        # A forward with a cache continues a generation, which each rank computes on its own.
+        has_cache = inputs.has("past_key_values") or bool(inputs.get("use_cache"))
+        if not (state.is_off or has_cache or _is_traced(inputs)):
             inputs, forward, dims = self._divided(model, inputs)
         self._open.append((forward, dims, state.set(forward)))
         state.depth += 1
@@ -305,11 +305,6 @@ def _completed(model: nn.Module, part: nn.Module | None, inputs: Inputs, length:
     return inputs if part is None else completed(inputs, model, part, length)
 
 
-def _has_cache(inputs: Inputs) -> bool:
-    """Returns whether a forward continues a generation, which each rank computes on its own."""
-    return inputs.has("past_key_values") or bool(inputs.get("use_cache"))
-
-
 def _is_traced(inputs: Inputs) -> bool:
     """Returns whether a memory plan traces the model, which is that of one rank."""
     return any(tensor.is_meta or torch_private.is_fake(tensor) for _, tensor in inputs.tensors())
@@ -328,9 +323,7 @@ def _beside_loss(
     stay shards, which saves the memory of whole ones.
 
     Args:
-        leaves: All tensors of the outputs.
         dims: Dimensions of positions in an evaluation, which may have other outputs.
-        shards: The shards.
     """
     if len(leaves) != len(dims):
         return [None] * len(leaves), [_dim_of_shard(leaf, shards) for leaf in leaves]
@@ -378,7 +371,6 @@ def join_outputs(outputs: T, dims: OutputDims, shards: SequenceShards) -> T:
     Args:
         outputs: Tensors in any nesting.
         dims: Dimension of the positions of each tensor, or None.
-        shards: The shards.
     """
     order = iter(dims)
 

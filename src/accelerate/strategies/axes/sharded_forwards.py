@@ -28,7 +28,6 @@ class ShardedForward:
     """Forward of a model on shards of sequences.
 
     Args:
-        shards: The shards.
         positions: The `position_ids` of whole sequences, or None if they are not known.
         sites: Places in the code that count positions by `torch.arange`.
         expected: Numbers of attention layers before each loss and before the end in an evaluation, or none.
@@ -78,7 +77,6 @@ class LatestSequences(NamedTuple):
 
     Attributes:
         began_at: When the forward or block began, in nanoseconds of `time.perf_counter_ns`.
-        shards: The shards.
     """
 
     began_at: int
@@ -198,7 +196,6 @@ def bindings_of(model: nn.Module, replacements: Callable[[Any], Any]) -> Iterato
     """Yields the names by which the code of the classes of a model calls functions to replace.
 
     Args:
-        model: A model.
         replacements: Returns the replacement of a value, or None.
     """
     for namespace in _namespaces_of(model):

@@ -66,8 +66,6 @@ def shard_layers(model: nn.Module, mesh: Any, experts: Collection[nn.Module] = (
     A model that is sharded already is not changed, nor is any model if the mesh is None or has no such axis.
 
     Args:
-        model: The model.
-        mesh: Device mesh.
         experts: Modules that expert parallelism shards instead.
     """
     from torch.distributed.tensor import DTensor
@@ -107,7 +105,6 @@ def plan_of(model: nn.Module, experts: Collection[nn.Module] = ()) -> dict[str, 
     that are tied to one outside of the plan are replicated instead, which gives the same results.
 
     Args:
-        model: The model.
         experts: Modules that the plan does not shard, nor the modules inside them.
     """
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)

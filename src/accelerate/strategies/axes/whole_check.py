@@ -107,7 +107,6 @@ class Comparison(NamedTuple):
     """Comparison on all ranks.
 
     Attributes:
-        results: Results of the ranks.
         error: Error on whole sequences on this rank, or None.
         dims: Dimensions of outputs with positions.
         sites: Places in the code that count to the length of whole sequences.
@@ -142,9 +141,7 @@ def check_forward(
         model: The model, of which only `forward` is called.
         inputs: Arguments with whole sequences, as the program gives them.
         complete: Returns arguments for a length with those that shards need.
-        shards: The shards.
         dims: Dimensions that the program gives.
-        precision: Mixed precision of the run by name.
 
     Raises:
         ConfigurationError: The outputs differ, or the ranks have different batches.

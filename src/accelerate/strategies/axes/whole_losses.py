@@ -61,8 +61,6 @@ def whole_loss(function: Callable[..., Tensor], arguments: dict[str, Any], shard
 
     Args:
         function: One of `LOSSES`.
-        arguments: Its arguments by name.
-        shards: The shards.
     """
     reduction = arguments.get("reduction", "mean")
     is_old = arguments.get("reduce") is not None or arguments.get("size_average") is not None
@@ -114,7 +112,6 @@ class BlockLosses(TorchFunctionMode):
     """Mode in which a mean of `cross_entropy` over positions of this rank is that over whole sequences.
 
     Args:
-        shards: The shards.
         sums: Watches other sums over positions.
     """
 

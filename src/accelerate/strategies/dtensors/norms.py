@@ -60,7 +60,6 @@ def gradient_norm(
 
     Args:
         norm_type: p, which may be infinity.
-        device: Device of the result.
         find_groups: Returns the process groups over which a parameter is sharded.
     """
     if norm_type <= 0:

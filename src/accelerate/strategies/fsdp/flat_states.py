@@ -51,7 +51,6 @@ def full_state_dicts(root: FSDP, offload: bool, first_only: bool = False) -> Ite
     """Sets full state dicts for a model and its optimizers inside the block.
 
     Args:
-        root: Outermost unit.
         offload: Whether they are moved to the CPU, which fails in torch if they are there already.
         first_only: Whether only rank 0 gets them.
     """

@@ -24,8 +24,6 @@ class FlatWeight(NamedTuple):
     """Parameter in the flat parameter of a unit.
 
     Attributes:
-        shape: Shape of the whole parameter.
-        dtype: Dtype of the whole parameter.
         values: Elements on this rank.
         lengths: Number of elements on each rank of `group`, which follow each other.
         group: Process group of the ranks that have all elements together, or None if this rank has them.
@@ -44,9 +42,6 @@ def whole_weights(
     """Returns the weights of a model in the order of its modules, and a function that gathers one of them.
 
     Called on all ranks.
-
-    Args:
-        root: Outermost unit.
     """
     ranges = list(local_ranges(root))
     weights: dict[str, Any] = {}

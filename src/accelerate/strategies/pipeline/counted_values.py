@@ -73,7 +73,6 @@ class CountedValues:
         The host waits once for the device.
 
         Args:
-            parts: The micro-batches.
             has_loss: Whether a loss function gets their targets. Otherwise the model computes the loss.
         """
         found = sorted(self._differences(parts, has_loss), key=lambda each: -each.spread)

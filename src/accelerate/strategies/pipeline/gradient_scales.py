@@ -24,10 +24,6 @@ class GradientScales:
 
     A loop that computes the norm of the gradients of its optimizer has the norm of the stages of its rank,
     so that the ranks clip differently. Steps whose number is a power of two are compared.
-
-    Args:
-        group: Process group of the ranks of the pipeline.
-        device: Device of this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -85,7 +85,6 @@ def split_into_microbatches(
     """Returns the micro-batches of a batch.
 
     Args:
-        model: The model that computes them.
         batch: The batch, as for `arguments_of`.
         count: Returns the number of micro-batches from the number of samples.
         whole_sizes: As for `split_batch`.

@@ -27,7 +27,6 @@ def value_of(node: ast.AST, module: nn.Module, own: str, variables: Mapping[str,
 
     Args:
         module: The module to whose method the expression belongs.
-        own: Name of the module in the method.
         variables: Values of local variables by name.
     """
     if not (

@@ -35,9 +35,6 @@ def whole_reference(structure: nn.Module, pipeline: Pipeline) -> Iterator[nn.Mod
     """Yields the whole model with the weights, modes and settings that the pipeline has now.
 
     Called on all ranks of the pipeline.
-
-    Args:
-        structure: Copy of the model by `copy_structure`.
     """
     reference = copy_structure(structure)
     device = _device_for(pipeline.device, reference)

@@ -48,8 +48,6 @@ class Pipeline(ScheduledStages):
     Args:
         model: A model that is not wrapped yet, with all its parameters. Those of other ranks are removed.
         config: Schedule, number of micro-batches and split.
-        group: Process group of the ranks of the pipeline.
-        device: Device of this rank.
 
     Attributes:
         verification: Comparison with the model that was not split, before the first batches.
@@ -184,7 +182,6 @@ class Pipeline(ScheduledStages):
         """Returns a function of the outputs and the index of a micro-batch that returns its scaled loss.
 
         Args:
-            microbatches: The micro-batches.
             loss_fn: As for `train`.
             scale: As for `train`.
             losses: List to which the function appends the part of the micro-batch in the loss of the batch.

@@ -40,13 +40,9 @@ class ScheduledStages:
     Args:
         model: A model that is not wrapped yet, with all its parameters. Those of other ranks are removed.
         config: Schedule, number of micro-batches and split.
-        group: Process group of the ranks of the pipeline.
-        device: Device of this rank.
         call: Called in place of the forward of the model, with it and its arguments.
 
     Attributes:
-        group: Process group of the ranks of the pipeline.
-        device: Device of this rank.
         stages: Module of each stage on this rank, by the index of the stage.
         model: The model in its stages.
     """

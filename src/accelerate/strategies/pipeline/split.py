@@ -64,7 +64,6 @@ class Split:
     """Submodules of a model and its containers, which are the modules around them.
 
     Attributes:
-        submodules: All submodules, in their order.
         starts: Submodule with which each stage but the first begins.
         containers: Names of the modules that contain submodules. Their forwards run on each stage.
     """
@@ -78,7 +77,6 @@ def split_model(model: nn.Module, num_stages: int, split: str | Sequence[str]) -
     """Returns the split of a model into stages.
 
     Args:
-        model: A model that is not wrapped yet.
         split: "auto", or the names of the modules with which the stages after the first begin.
 
     Raises:

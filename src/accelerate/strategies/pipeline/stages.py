@@ -44,7 +44,6 @@ class StageRun:
     """Forward of one micro-batch on one stage.
 
     Attributes:
-        stage: Index of the stage.
         received: Tensors from the stage before.
     """
 
@@ -319,8 +318,6 @@ class PipelineModel:
         """Returns the trace of a forward, without communication and without a change of random states.
 
         Args:
-            args: Arguments of the model.
-            kwargs: Keyword arguments of the model.
             mode: Settings on which the outputs of submodules depend, such as that of autocast.
         """
         outputs_of_submodules = self._outputs.setdefault(mode, {})
@@ -382,9 +379,6 @@ class StageModule(nn.Module):
     """Modules of one stage, under their names in the model.
 
     Its forward runs the code of the model between them.
-
-    Args:
-        stage: Index of the stage.
     """
 
     def __init__(self, pipeline: PipelineModel, stage: int) -> None:

@@ -66,11 +66,7 @@ class Owner(NamedTuple):
 
 
 class PipelineState(GatheredState):
-    """State of the models and optimizers of a run with pipeline parallelism.
-
-    Args:
-        strategy: The strategy that has prepared them.
-    """
+    """State of the models and optimizers of a run with pipeline parallelism."""
 
     saves_shards = True
 

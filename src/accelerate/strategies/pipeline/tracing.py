@@ -35,7 +35,6 @@ class Call(NamedTuple):
     """Call of a submodule in a forward.
 
     Attributes:
-        stage: Stage that computes it.
         outputs: Outputs with specs in place of tensors, or None if each stage computes them.
     """
 
@@ -80,7 +79,6 @@ class Boundary(NamedTuple):
     Attributes:
         positions: Positions of tensors among the flattened arguments of the first submodule.
         keys: Other tensors, which the code of this stage or of a later one uses.
-        specs: Their shapes and dtypes.
     """
 
     positions: tuple[int, ...]
@@ -93,8 +91,6 @@ class Trace:
     """Calls of submodules in a forward, and the boundaries of stages after the first.
 
     Attributes:
-        calls: The calls, in order.
-        boundaries: Boundaries of the stages after the first.
         uses_received: Whether code between submodules uses received tensors, such as those of a residual
             connection.
         reads_values: Whether this code reads values of tensors, on which its branches may depend.
@@ -200,7 +196,6 @@ class Tracer(TorchFunctionMode):
     Args:
         model: The model, for messages.
         placeholders: Weights of each submodule with parameters, without memory.
-        device: Device of the outputs of submodules.
         outputs: Outputs of submodules in other traces, to which this one adds.
     """
 

@@ -54,12 +54,7 @@ Finisher = Callable[..., Callable[[Any, int], Tensor]]
 
 
 class LayerCall(NamedTuple):
-    """Call of a layer with parameters in the forward of a micro-batch.
-
-    Attributes:
-        position: Number of such calls before it.
-        stage: Stage that computes it.
-    """
+    """Call of a layer with parameters in the forward of a micro-batch."""
 
     position: int
     name: str
@@ -67,11 +62,7 @@ class LayerCall(NamedTuple):
 
 
 class LayerOutput(NamedTuple):
-    """Output of a layer in a forward.
-
-    Attributes:
-        tensors: Copies of the tensors in its output.
-    """
+    """Output of a layer in a forward."""
 
     name: str
     tensors: list[Tensor]
@@ -113,7 +104,6 @@ class Verification:
     Args:
         model: The model before it is changed.
         autocast: Returns the autocast context of the run.
-        precision: Mixed precision of the run by name.
     """
 
     def __init__(
