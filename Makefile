@@ -80,7 +80,7 @@ check: $(VENV)/.check-installed ## lint, formatting and types
 	$(BIN)/ruff check --preview --select PLW1514 src examples
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/mypy tests
+	$(BIN)/mypy tests benchmarks
 
 check-systems: $(VENV)/.check-installed ## types as on macOS and Windows
 	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin

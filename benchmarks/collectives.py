@@ -82,7 +82,7 @@ def large_tensors() -> list[Pair]:
             f"{name} of one 4 MB tensor",
             by_hand(large),
             lambda call=call: call(large),
-            budget=1.05,
+            budget=1.10,
             repetitions=FEW,
         )
         for name, by_hand, call in (
@@ -101,7 +101,7 @@ def objects() -> list[Pair]:
             f"gather_object, {name}",
             objects_by_hand(thing),
             lambda thing=thing: gather_object(thing),
-            budget=1.0,
+            budget=1.15,
             repetitions=MANY // 2,
         )
         for name, thing in things

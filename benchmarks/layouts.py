@@ -70,8 +70,9 @@ def fastest(size: str, devices: int, pipeline: bool) -> str:
     """Returns the layout that fits and sends the fewest bytes for each sample, with its memory."""
     found = []
     model = planner(size).trace_of(planning.Layout(), 1)
-    for layout in planning.candidate_layouts(devices, model, offload=False):
-        is_compared = layout.sharding in SHARDINGS and pipeline == (layout.stages > 1)
+    for layout in planning.candidate_layouts(devices, model):
+        offloads = layout.offload != "none" or layout.offload_activations
+        is_compared = layout.sharding in SHARDINGS and not offloads and pipeline == (layout.stages > 1)
         if not is_compared or planning.least_bytes(model, layout) > CAPACITY:
             continue
         # Each micro-batch of a pipeline has one sequence.

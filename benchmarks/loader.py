@@ -85,8 +85,8 @@ def main() -> int:
     prepared = prepare_data_loader(shuffled, CPU, 1, 0, put_on_device=True)
     shard = prepare_data_loader(shuffled, CPU, 2, 0, put_on_device=True, rng_types=["generator"])
     pairs = [
-        compare("prepared loader over the plain one", 1.05, shuffled, prepared),
-        compare("2-process sharded loader over DistributedSampler", 1.08, distributed, shard),
+        compare("prepared loader over the plain one", 1.10, shuffled, prepared),
+        compare("2-process sharded loader over DistributedSampler", 1.15, distributed, shard),
         start(0),
         start(MANY // BATCH_SIZE // 16),
     ]

@@ -67,7 +67,7 @@ def import_over_torch() -> Pair:
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
         runs.append(tuple(map(float, done.stdout.split())))
     torch, ours = (min(column) for column in zip(*runs, strict=True))
-    return Pair("from accelerate import Accelerator, after import torch", torch, ours, ours, 0.06, "s")
+    return Pair("from accelerate import Accelerator, after import torch", torch, ours, ours / torch, 0.12)
 
 
 def main() -> int:
