@@ -80,7 +80,7 @@ class Case:
 CASES = (
     Case("16 x 64 floats", Rows, 16, 1000, 5.0),
     Case("8 x 3 x 224 x 224 images", Images, 8, 40, 1.6),
-    # Reading is one copy, and rank 1 receives its half by one more. The ratio depends on the speed of the memory.
+    # Reading is one copy, and rank 1 receives its half by one more. The speed of memory matters.
     Case("8 x 3 x 224 x 224 floats in memory", Floats, 8, 40, 4.0),
 )
 ROUNDS = 15
