@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.stand_ins.streams import Stream
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.base import CheckpointError, ConfigurationError, StateError
@@ -304,17 +305,12 @@ def test_a_checkpoint_between_micro_batches_needs_the_same_size(run: Run, tmp_pa
     assert "sync_gradients" in message
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter([torch.tensor([float(index)]) for index in range(24)])
-
-
 def make_loader(kind: str) -> tuple[DataLoader[Any], DataLoaderConfiguration]:
     """Returns a loader that does not divide a global batch of 8 samples, and its configuration."""
     data: Any = [torch.tensor([float(index)]) for index in range(24)]
     sampler = BatchSampler(range(24), 2, drop_last=False)
     loaders: dict[str, Callable[[], DataLoader[Any]]] = {
-        "stream": lambda: DataLoader(Stream(), batch_size=2),
+        "stream": lambda: DataLoader(Stream(data), batch_size=2),
         "batch sampler": lambda: DataLoader(data, batch_sampler=list(sampler)),  # type: ignore[arg-type]
         "batch size": lambda: DataLoader(data, batch_size=3),
     }

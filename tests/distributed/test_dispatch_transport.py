@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from tests.stand_ins.streams import Stream
+from torch.utils.data import DataLoader
 
 from accelerate.data_loader import dispatch_transport, memory_pools, prepare_data_loader
 from accelerate.state import PartialState
 
 Run = Callable[..., list[Any]]
-
-
-class Stream(IterableDataset[Any]):
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self.items
 
 
 def dispatch(loader: DataLoader[Any], **config: Any) -> Any:

@@ -9,29 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.streams import SizedStream, Stream
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
 from accelerate.utils import send_to_device
 
 Run = Callable[..., list[Any]]
-
-
-class Stream(IterableDataset[torch.Tensor]):
-    def __init__(self, samples: int, *, sized: bool) -> None:
-        self.samples = samples
-        if sized:
-            self.__class__ = SizedStream
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.arange(self.samples))
-
-
-class SizedStream(Stream):
-    def __len__(self) -> int:
-        return self.samples
 
 
 class Growing(BatchSampler):
@@ -59,9 +45,9 @@ def make_loader(kind: str, samples: int, batch: int) -> DataLoader[Any]:
     if kind == "ready batches":
         return DataLoader(list(data.split(batch)), batch_size=None)  # type: ignore[arg-type]
     if kind == "stream":
-        return DataLoader(Stream(samples, sized=False), batch_size=batch)
+        return DataLoader(Stream(torch.arange(samples)), batch_size=batch)
     if kind == "sized stream":
-        return DataLoader(Stream(samples, sized=True), batch_size=batch)
+        return DataLoader(SizedStream(torch.arange(samples)), batch_size=batch)
     return DataLoader(data, batch_size=batch, shuffle=kind == "shuffled")  # type: ignore[arg-type]
 
 
@@ -219,7 +205,7 @@ def gather_with_uneven_ends(samples: int, own_shard: bool = False) -> tuple[list
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
     data: Any = torch.arange(samples)
     if own_shard:
-        rank, stream = accelerator.process_index, Stream(samples, sized=False)
+        rank, stream = accelerator.process_index, Stream(torch.arange(samples))
         data = IterableDatasetShard(stream, 3, False, 2, rank, even_batches=False)
     loader = accelerator.prepare(DataLoader(data, batch_size=3))
     seen: list[int] = []

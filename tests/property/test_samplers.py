@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain, cycle, islice
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from tests.stand_ins.streams import SizedStream
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from accelerate.data_loader import GlobalBatchBuilder, prepare_data_loader
 
@@ -28,17 +28,6 @@ class Seen(NamedTuple):
     is_last: bool
     remainder: int
     counts: tuple[int, ...] | None
-
-
-class Stream(IterableDataset[int]):
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.size))
-
-    def __len__(self) -> int:
-        return self.size
 
 
 class Batches(list[list[int]]):
@@ -184,7 +173,7 @@ def test_iterable_data(
     if split:
         batch_size *= world
     ranks = read_on_all(
-        lambda: DataLoader(Stream(size), batch_size=batch_size, drop_last=drop_last),
+        lambda: DataLoader(SizedStream(size), batch_size=batch_size, drop_last=drop_last),
         world,
         split_batches=split,
         even_batches=even,

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from tests.stand_ins.streams import Stream
+from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, ProfileKwargs
 from accelerate.accelerator.contexts import set_even_batches
@@ -48,15 +49,10 @@ def test_context_parallelism_is_absent_without_its_axis() -> None:
         assert buffers[0].tolist() == [0, 1, 2, 3]
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(range(4))
-
-
 def test_even_batches_are_restored_after_the_block(caplog: pytest.LogCaptureFixture) -> None:
     PartialState(cpu=True)  # for the logger
     sampler = SimpleNamespace(even_batches=True)
-    loaders = [SimpleNamespace(batch_sampler=sampler), DataLoader(Stream())]
+    loaders = [SimpleNamespace(batch_sampler=sampler), DataLoader(Stream(4))]
     with set_even_batches(loaders, False):
         assert not sampler.even_batches
     assert sampler.even_batches

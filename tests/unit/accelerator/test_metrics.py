@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.streams import Stream
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -37,18 +38,14 @@ def test_values_repeated_for_each_sample_are_cut_to_the_last_batch(drop_last: bo
     assert len(accelerator.gather_for_metrics(torch.ones(4))) == 4  # of no batch any more
 
 
-class Stream(IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.arange(11.0))
-
-
 @pytest.mark.parametrize("dispatch", [None, True, False])
 def test_repeated_values_of_a_stream_without_length_are_cut_to_its_last_batch(dispatch: bool | None) -> None:
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
-    loader = accelerator.prepare(DataLoader(Stream(), batch_size=4))
+    samples = Stream(torch.arange(11.0))
+    loader = accelerator.prepare(DataLoader(samples, batch_size=4))
     losses = [accelerator.gather_for_metrics(batch.mean().repeat(4)) for batch in loader]
     assert torch.cat(losses).mean().item() == 5
-    whole = accelerator.prepare(DataLoader(Stream(), batch_size=4, collate_fn=join_in_one_row))
+    whole = accelerator.prepare(DataLoader(samples, batch_size=4, collate_fn=join_in_one_row))
     assert [len(accelerator.gather_for_metrics(torch.ones(4))) for _ in whole] == [4, 4, 4]
 
 

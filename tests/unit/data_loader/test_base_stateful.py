@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, IterableDataset
+from tests.stand_ins.streams import Stream
+from torch.utils.data import DataLoader
 from torchdata import stateful_dataloader as stateful
 
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader, prepare_data_loader
@@ -19,13 +19,8 @@ pytestmark = [
 ]
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(11))
-
-
 def make(iterable: bool, world: int, rank: int) -> Any:
-    data: Any = Stream() if iterable else list(range(11))
+    data: Any = Stream(11) if iterable else list(range(11))
     config: dict[str, Any] = {"use_stateful_dataloader": True, "num_processes": world, "process_index": rank}
     return prepare_data_loader(DataLoader(data, batch_size=2), **config)
 
@@ -64,7 +59,7 @@ def test_a_state_after_the_last_batch_resumes_with_the_next_epoch() -> None:
 
 @pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher, SkipDataLoader])
 def test_workers_end_with_a_pass_that_is_left_early(kind: Any) -> None:
-    loader = kind(Stream(), batch_size=2, num_workers=1, use_stateful_dataloader=True)
+    loader = kind(Stream(11), batch_size=2, num_workers=1, use_stateful_dataloader=True)
     iterator = iter(loader)
     assert len(next(iterator)) == 2
     iterator.close()
@@ -73,7 +68,7 @@ def test_workers_end_with_a_pass_that_is_left_early(kind: Any) -> None:
 
 
 def skipping(iterable: bool, workers: int) -> Any:
-    data: Any = Stream() if iterable else list(range(11))
+    data: Any = Stream(11) if iterable else list(range(11))
     settings: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "use_stateful_dataloader": True}
     return SkipDataLoader(data, skip_batches=2, **settings)
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
+from tests.stand_ins.streams import SizedStream, Stream
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from accelerate.data_loader import (
     DataLoaderDispatcher,
@@ -48,19 +49,6 @@ class StoringTransport(Transport):
             return out.copy_(self.unread.popleft()[self.rank])
         self.messages.append([part.clone() for part in parts])
         return out
-
-
-class Stream(IterableDataset[int]):
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.samples))
-
-
-class SizedStream(Stream):
-    def __len__(self) -> int:
-        return self.samples
 
 
 class Growing:

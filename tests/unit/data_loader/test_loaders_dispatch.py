@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from tests.stand_ins.streams import Stream
+from torch.utils.data import DataLoader
 
 from accelerate import data_loader
 from accelerate.base import PreparationError
@@ -73,13 +74,8 @@ def test_the_length_of_a_dispatched_loader_is_its_number_of_batches(
         assert len(loader) == len(batches_of_all)
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(5))
-
-
 def test_one_process_dispatches_to_itself(states: None) -> None:
-    loader: Any = DataLoaderDispatcher(Stream(), batch_size=2)
+    loader: Any = DataLoaderDispatcher(Stream(5), batch_size=2)
     seen = [(batch.tolist(), loader.end_of_dataloader) for batch in loader]
     assert seen == [([0, 1], False), ([2, 3], False), ([4], True)]
     assert loader.gradient_state.active_dataloader is None

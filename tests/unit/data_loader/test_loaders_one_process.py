@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, IterableDataset
+from tests.stand_ins.streams import SizedStream, Stream
+from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, prepare_data_loader
@@ -22,21 +22,11 @@ pytestmark = [
 SIZE = 11
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(SIZE))
-
-
-class SizedStream(Stream):
-    def __len__(self) -> int:
-        return SIZE
-
-
-DATASETS: dict[str, Any] = {"map": lambda: list(range(SIZE)), "iterable": Stream, "sized": SizedStream}
+DATASETS: dict[str, Any] = {"map": list(range(SIZE)), "iterable": Stream(SIZE), "sized": SizedStream(SIZE)}
 
 
 def prepare(dispatch: bool | None, data: str = "map", workers: int = 0, **settings: Any) -> Any:
-    loader: Any = DataLoader(DATASETS[data](), batch_size=4, shuffle=data == "map", num_workers=workers)
+    loader: Any = DataLoader(DATASETS[data], batch_size=4, shuffle=data == "map", num_workers=workers)
     options = {"use_seedable_sampler": True, "data_seed": 3, "put_on_device": True, **settings}
     return prepare_data_loader(loader, dispatch_batches=dispatch, **options)
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from tests.stand_ins.streams import Stream
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from accelerate.base import ConfigurationError
 from accelerate.data_loader import IterableDatasetShard, ShardPlan, data_groups
 from accelerate.data_loader.native_sharding import may_read_native_shard
 from accelerate.data_loader.plan import nominal_batch_size, plan
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(8))
 
 
 def decide(loader: DataLoader[Any], world: int = 2, **changed: Any) -> ShardPlan:
@@ -36,8 +31,8 @@ def decide(loader: DataLoader[Any], world: int = 2, **changed: Any) -> ShardPlan
 
 
 MAPPED = DataLoader(list(range(8)), batch_size=4)
-SHARED: DataLoader[Any] = DataLoader(IterableDatasetShard(Stream(), 4, False, 2, 0), batch_size=4)
-STREAMED: DataLoader[Any] = DataLoader(Stream(), batch_size=4)
+SHARED: DataLoader[Any] = DataLoader(IterableDatasetShard(Stream(8), 4, False, 2, 0), batch_size=4)
+STREAMED: DataLoader[Any] = DataLoader(Stream(8), batch_size=4)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +52,7 @@ STREAMED: DataLoader[Any] = DataLoader(Stream(), batch_size=4)
         (SHARED, {"dispatch": True}, "dispatch", 4),
         (SHARED, {"world": 3}, "dispatch", 4),
         (SHARED, {"group": 1}, "dispatch", 4),
-        (DataLoader(IterableDatasetShard(Stream(), 4), batch_size=4), {"world": 1}, "unsharded", 4),
+        (DataLoader(IterableDatasetShard(Stream(8), 4), batch_size=4), {"world": 1}, "unsharded", 4),
         (DataLoader([1], batch_size=None), {}, "shard", None),
         (DataLoader([1], batch_sampler=[[0]]), {"split": True}, "shard", None),
     ],
@@ -181,7 +176,7 @@ def test_the_batch_size_is_the_declared_one(loader: DataLoader[Any], size: int |
 def test_when_the_share_of_the_dataset_may_be_read(
     given: bool, dispatch: bool | None, drop_last: bool, shards: int | None, allowed: bool, name: str
 ) -> None:
-    dataset = Stream()
+    dataset = Stream(8)
     setattr(dataset, name, shards)
     loader = DataLoader(dataset, batch_size=4, drop_last=drop_last)
     assert may_read_native_shard(loader, 2, given=given, dispatch=dispatch) is allowed

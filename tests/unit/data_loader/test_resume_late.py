@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.streams import Stream
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelerate.base import CheckpointError
@@ -41,11 +41,6 @@ class Counted(Dataset[Any]):
     def __getitem__(self, index: int) -> int:
         self.read.append(index)
         return index
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(20))
 
 
 def make(data: Any, processes: int = 1, rank: int = 0, **config: Any) -> Any:
@@ -112,7 +107,7 @@ def resumed(
 
 
 def test_batches_already_given_are_skipped() -> None:
-    late = skip_prepared(make(Stream()), 3)
+    late = skip_prepared(make(Stream(20)), 3)
     assert [batch.tolist() for batch in late][0] == [6, 7]
 
 
@@ -129,7 +124,7 @@ def test_another_number_of_groups_resumes_after_the_samples_of_all_groups() -> N
 def test_another_number_of_groups_reads_the_rest_of_a_stream() -> None:
     parts = []
     for rank in range(2):
-        loader = make(Stream(), 2, rank, dispatch_batches=False)
+        loader = make(Stream(20), 2, rank, dispatch_batches=False)
         late = skip_prepared(resumed(loader, 1, groups=3, consumed=3), 1)
         parts += [value for batch in late for value in batch.tolist()]
     assert sorted(set(parts)) == list(range(6, 20))
@@ -171,7 +166,7 @@ def test_batches_of_another_size_resume_from_a_checkpoint() -> None:
 
 
 def test_a_finished_epoch_has_no_more_batches() -> None:
-    assert list(skip_prepared(resumed(make(Stream()), 10, is_over=True), 10)) == []
+    assert list(skip_prepared(resumed(make(Stream(20)), 10, is_over=True), 10)) == []
 
 
 @pytest.mark.parametrize(
@@ -185,7 +180,7 @@ def test_only_a_stateful_loader_resumes_by_itself(seen: int, stateful: bool, res
 
 
 def test_a_late_start_shares_what_is_not_changed() -> None:
-    loader = make(Stream())
+    loader = make(Stream(20))
     late: Any = skip_prepared(loader, 4)
     assert (late.skip_batches, loader.skip_batches) == (4, 0)
     assert late.dataset is loader.dataset

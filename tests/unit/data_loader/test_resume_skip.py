@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from tests.stand_ins.streams import SizedStream
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from accelerate.base import ConfigurationError
 from accelerate.data_loader import (
@@ -21,14 +22,6 @@ from accelerate.data_loader import (
 from accelerate.state import GradientState
 
 pytestmark = pytest.mark.usefixtures("states")
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(10))
-
-    def __len__(self) -> int:
-        return 10
 
 
 class Recorder(Dataset[int]):
@@ -135,7 +128,7 @@ def test_the_epoch_of_a_shard_reaches_its_sampler(assigned: bool) -> None:
 
 @pytest.mark.parametrize("prepared", [False, True])
 def test_iterable_data_is_read_and_left(prepared: bool) -> None:
-    loader: Any = DataLoader(Stream(), batch_size=3)
+    loader: Any = DataLoader(SizedStream(10), batch_size=3)
     if prepared:
         loader = prepare_data_loader(loader)
     skipping = skip_first_batches(loader, 2)
@@ -163,6 +156,6 @@ def test_a_negative_number_is_refused() -> None:
 
 
 def test_a_late_start_of_a_plain_stream_keeps_the_settings_of_its_loader() -> None:
-    loader = DataLoader(Stream(), batch_size=4, drop_last=True, collate_fn=tuple)
+    loader = DataLoader(SizedStream(10), batch_size=4, drop_last=True, collate_fn=tuple)
     late = skip_first_batches(loader, 1)
     assert list(late) == [(4, 5, 6, 7)]

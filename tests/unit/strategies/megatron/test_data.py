@@ -7,7 +7,8 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, IterableDataset
+from tests.stand_ins.streams import Stream
+from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.base import ConfigurationError
@@ -24,11 +25,6 @@ from accelerate.utils import MegatronLMPlugin
 from .conftest import Fake, Start, samples
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(8))
-
-
 def test_larger_batches_of_the_same_samples() -> None:
     loader = DataLoader(range(8), batch_size=2, shuffle=True, drop_last=True, collate_fn=list)  # type: ignore[arg-type]
     larger = with_batch_size(loader, 4)
@@ -39,7 +35,7 @@ def test_larger_batches_of_the_same_samples() -> None:
 
 
 def test_a_stream_is_read_in_larger_batches() -> None:
-    loader: DataLoader[Any] = DataLoader(Stream(), batch_size=2, collate_fn=list)
+    loader: DataLoader[Any] = DataLoader(Stream(8), batch_size=2, collate_fn=list)
     assert [len(batch) for batch in with_batch_size(loader, 3)] == [3, 3, 2]
 
 
