@@ -56,15 +56,6 @@ def test_prepare_returns_objects_in_the_order_given() -> None:
     assert kinds[5] is torch.nn.Linear
 
 
-def test_prepared_objects_are_in_the_lists() -> None:
-    accelerator = Accelerator(cpu=True)
-    model, optimizer, scheduler, loader = accelerator.prepare(*training_objects())
-    assert accelerator._models == [model]
-    assert accelerator._optimizers == [optimizer]
-    assert accelerator._schedulers == [scheduler]
-    assert accelerator._dataloaders == [loader]
-
-
 def test_nothing_is_prepared_twice() -> None:
     accelerator = Accelerator(cpu=True)
     prepared = accelerator.prepare(*training_objects())
@@ -293,6 +284,7 @@ def test_views_of_a_plain_run() -> None:
     assert accelerator.data_parallel_shard_rank == 0
     assert accelerator.should_save_model
     assert accelerator.fp8_backend.value == "NO"
+    assert accelerator.scaler is None
 
 
 def test_the_label_may_be_assigned() -> None:

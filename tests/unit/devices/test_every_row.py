@@ -52,6 +52,7 @@ def backend(request: pytest.FixtureRequest, fake_torch: Any, monkeypatch: pytest
 def test_the_facts(backend: Any) -> None:
     label, comm, variable, generator = FACTS[backend.name]
     assert backend.distributed_type_of(2) == DistributedType(label)
+    assert backend.distributed_type_of(1) == ("XLA" if backend == XLA else "NO")
     assert (backend.comm, backend.visible_env) == (comm, variable)
     assert backend.rng_type == (None if generator is None else RNGType(generator))
     assert backend.name == "mps" or f"`{comm}`" in read_table()[backend.name]

@@ -71,25 +71,6 @@ def test_the_state_has_the_expected_keys() -> None:
     assert str(state) == repr(state) == f"{PartialState()!r}\nMixed precision type: no\n"
 
 
-def test_the_label_can_be_assigned() -> None:
-    state = build()
-    state._shared_state["distributed_type"] = "MULTI_GPU"
-    assert AcceleratorState().distributed_type == DistributedType.MULTI_GPU
-    assert PartialState().distributed_type == DistributedType.NO
-    assert AcceleratorState().mixed_precision == "no"
-
-
-def test_a_reset_clears_the_state_and_optionally_the_partial_state() -> None:
-    build()
-    AcceleratorState._reset_state()
-    assert AcceleratorState._shared_state == {}
-    assert PartialState._shared_state != {}
-    build(mixed_precision="bf16")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    assert AcceleratorState._shared_state == {}
-    assert PartialState._shared_state == {}
-
-
 @pytest.mark.parametrize("value", ["no", "fp16", "bf16", "fp8", "BF16"])
 def test_precisions_are_accepted_in_any_case(value: str) -> None:
     assert build(mixed_precision=value).mixed_precision == value.lower()

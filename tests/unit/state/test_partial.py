@@ -12,7 +12,6 @@ import torch
 from accelerate.base import ConfigurationError, DistributedType
 from accelerate.devices import DeviceBackend, hardware_table
 from accelerate.state import PartialState, Topology, partial, wait_for_everyone
-from accelerate.state.partial import _cores
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -213,26 +212,3 @@ def test_cpu_processes_share_the_cores(
     topology = Topology(size=local_size, local_size=local_size)
     partial._prepare_process(hardware_table.CPU, torch.device("cpu"), topology, environ)
     assert chosen == ([] if threads is None else [threads])
-
-
-def test_there_is_a_core() -> None:
-    assert _cores() >= 1
-
-
-@pytest.mark.parametrize(
-    ("backend", "size", "label"),
-    [
-        (hardware_table.CPU, 1, "NO"),
-        (hardware_table.CPU, 2, "MULTI_CPU"),
-        (hardware_table.CUDA, 1, "NO"),
-        (hardware_table.CUDA, 2, "MULTI_GPU"),
-        (hardware_table.NPU, 2, "MULTI_NPU"),
-        (hardware_table.MPS, 2, "MULTI_CPU"),
-        (hardware_table.XLA, 1, "XLA"),
-        (hardware_table.XLA, 8, "XLA"),
-    ],
-)
-def test_the_label_follows_from_hardware_and_world_size(
-    backend: DeviceBackend, size: int, label: str
-) -> None:
-    assert backend.distributed_type_of(size) == label

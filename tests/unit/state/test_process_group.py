@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate import Accelerator, InitProcessGroupKwargs, torch_private
-from accelerate.base import ConfigurationError, StateError
+from accelerate.base import ConfigurationError
 from accelerate.devices import hardware_table
 from accelerate.state import PartialState, Topology, process_group, services
 
@@ -86,11 +86,6 @@ def test_a_fork_waits_for_threads_of_torch() -> None:
         os._exit(0 if done.is_set() else 1)
     assert os.waitpid(child, 0)[1] == 0
     thread.join()
-
-
-def test_waiting_in_a_closed_group_is_an_error() -> None:
-    with pytest.raises(StateError, match="the process group is closed"):
-        process_group.wait(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("comm", ["nccl", "cpu:gloo,cuda:nccl"])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.base import ConfigurationError, StateError
-from accelerate.state import ProcessControl, process_group
+from accelerate.base import ConfigurationError
+from accelerate.state import ProcessControl
 
 
 class Place(ProcessControl):
@@ -97,32 +97,3 @@ def test_print_once_for_each_machine(capsys: pytest.CaptureFixture[str]) -> None
     for rank in range(4):
         Place(rank, 4, rank % 2).print("rank", rank, sep="-", end=";")
     assert capsys.readouterr().out == "rank-0;rank-2;"
-
-
-def test_split() -> None:
-    with Place(1, 2).split_between_processes([1, 2, 3], apply_padding=True) as share:
-        assert share == [3, 3]
-
-
-def test_main_process_first_orders_the_block_and_the_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    monkeypatch.setattr(process_group, "wait", lambda device: events.append("wait"))
-    for context in ("main_process_first", "local_main_process_first"):
-        for rank, order in ((0, ["work", "wait"]), (1, ["wait", "work"])):
-            events.clear()
-            with getattr(Place(rank, 2), context)():
-                events.append("work")
-            assert events == order
-
-
-def test_the_others_continue_when_the_first_process_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    monkeypatch.setattr(process_group, "wait", lambda device: events.append("wait"))
-    with pytest.raises(LookupError), Place(0, 2).main_process_first():
-        raise LookupError
-    assert events == ["wait"]
-
-
-def test_several_cannot_wait_without_a_group() -> None:
-    with pytest.raises(StateError, match="process group is closed"):
-        Place(0, 2).wait_for_everyone()
