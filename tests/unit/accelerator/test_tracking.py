@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from accelerate import Accelerator
-from accelerate.accelerator.trackers import Trackers
 from accelerate.base import ConfigurationError
-from accelerate.plugins import ProjectConfiguration
-from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -70,28 +66,8 @@ def test_without_trackers_calls_have_no_effect() -> None:
     accelerator.init_trackers("project", config={"a": 1})
     accelerator.log({"loss": 1.0})
     blank = accelerator.get_tracker("wandb")
+    blank.start()
+    blank.store_init_configuration({"a": 1})
     blank.log({"loss": 1.0}, step=1)
+    blank.finish()
     accelerator.end_training()
-
-
-def test_tensorboard_writes_into_the_logging_folder(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="TensorBoard is an optional package")
-    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
-    accelerator.init_trackers("run")
-    accelerator.log({"loss": 1.0}, step=1)
-    accelerator.end_training()
-    assert list(tmp_path.rglob("events.out.tfevents.*"))
-
-
-def test_trackers_run_without_an_accelerator() -> None:
-    PartialState(cpu=True)
-    trackers, notebook = Trackers(), Notebook()
-    assert type(trackers.find("notebook", unwrap=False)) is GeneralTracker  # none is running yet
-    trackers.start([notebook], "project", ProjectConfiguration(), {"rate": 1}, None)
-    trackers.log({"loss": 2}, 3, {"notebook": {"note": "x"}})
-    assert trackers.find("notebook", unwrap=True) is notebook.calls
-    for sender in trackers.senders_of_running():
-        sender.finish()
-    assert notebook.calls == ["start", {"rate": 1}, ({"loss": 2}, 3, {"note": "x"}), "finish"]
-    with pytest.raises(ConfigurationError, match="the running trackers are notebook"):
-        trackers.find("other", unwrap=False)

@@ -87,14 +87,6 @@ def test_missing_attributes_of_a_tracker_are_named() -> None:
         GeneralTracker()
 
 
-def test_a_blank_tracker_takes_every_call() -> None:
-    tracker = GeneralTracker(_blank=True)
-    tracker.start()
-    tracker.store_init_configuration({"lr": 1})
-    tracker.log({"loss": 1}, step=1)
-    tracker.finish()
-
-
 def test_silence_takes_every_call() -> None:
     run = Silence()
     assert run.add_scalar("loss", 1).watch(log=True) is run
