@@ -206,6 +206,8 @@ def combine() -> dict[str, Any]:
         "bytes": reduce(torch.tensor([200], dtype=torch.uint8), "sum").tolist(),
         "whole mean": reduce(torch.tensor([rank()])).tolist(),
         "complex": reduce(torch.tensor([1j * rank()]), "sum").tolist(),
+        "complex mean": typed(reduce(torch.tensor([1j * rank()]))),
+        "whole sum": typed(reduce(torch.tensor([rank()], dtype=torch.int32), "sum")),
         "max": reduce({"x": [mine]}, "max")["x"][0].tolist(),
         "min": reduce(mine, "min", scale=2.0).tolist(),
         "largest byte": typed(reduce(torch.tensor([100 + 50 * rank()], dtype=torch.uint8), "max")),
@@ -236,6 +238,8 @@ def test_reduce(run: Run, processes: int) -> None:
             "bytes": [200 * processes],
             "whole mean": [total / processes],
             "complex": [complex(0, total)],
+            "complex mean": typed(torch.tensor([complex(0, total / processes)])),
+            "whole sum": typed(torch.tensor([total])),
             "max": [processes - 1.0, 1.0],
             "min": [0.0, 2.0],
             "largest byte": typed(torch.tensor([50 + 50 * processes], dtype=torch.uint8)),
@@ -496,7 +500,8 @@ def test_different_operations_are_refused_on_every_process(run: Run) -> None:
     assert f"Operation:\n  - Process 0: `{path}.gather`\n  - Process 1: `{path}.reduce`\n" in first[0]
     assert "Input shapes:\n  - Process 0: [2]\n  - Process 1: [2]\n" in first[0]
     assert "Input shapes:\n  - Process 0: no tensors\n  - Process 1: {'a': [2]}\n" in first[1]
-    assert "Process 0: from_process=0\n  - Process 1: from_process=1\n" in first[2]
+    assert "The arguments differ" in first[2]
+    assert "Input arguments:\n  - Process 0: from_process=0\n  - Process 1: from_process=1\n" in first[2]
     assert "Process 0: reduction='sum'\n  - Process 1: reduction='mean'\n" in first[3]
     assert f"Process 0: `{path}.pad_across_processes`\n" in first[4]
     assert "Process 0: [30000]\n  - Process 1: [2]\n" in first[5]

@@ -7,28 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from accelerate.ops import Transport
 from accelerate.ops.base import (
     Header,
     as_supported,
-    check_scatter_parts,
-    finish_reduction,
     header_width,
     reducible_dtype,
 )
-
-
-def test_one_process_scatters_to_itself() -> None:
-    out = torch.zeros(2)
-    assert Transport().scatter([torch.ones(2)], out) is out
-    assert out.tolist() == [1.0, 1.0]
-
-
-def test_parts_are_one_for_each_process() -> None:
-    parts = [torch.zeros(1), torch.ones(1)]
-    assert check_scatter_parts(parts, 2) is parts
-    with pytest.raises(ValueError, match="parts=2: there are 3 processes"):
-        check_scatter_parts(parts, 3)
 
 
 @pytest.mark.parametrize(
@@ -47,29 +31,6 @@ def test_parts_are_one_for_each_process() -> None:
 )
 def test_sums_are_formed_in_a_wide_dtype(given: torch.dtype, wide: torch.dtype) -> None:
     assert reducible_dtype(given) == wide
-
-
-@pytest.mark.parametrize(
-    ("given", "how", "dtype"),
-    [
-        (torch.float16, "mean", torch.float16),
-        (torch.complex64, "mean", torch.complex64),
-        (torch.int32, "sum", torch.int64),
-        (torch.int32, "max", torch.int32),
-        (torch.bool, "sum", torch.int64),
-        (torch.bool, "min", torch.bool),
-        (torch.int64, "mean", torch.float32),
-    ],
-)
-def test_dtype_of_a_reduction(given: torch.dtype, how: str, dtype: torch.dtype) -> None:
-    total = torch.ones(1, dtype=reducible_dtype(given))
-    assert finish_reduction(total, how, 2, torch.ones(1).to(given)).dtype == dtype
-
-
-def test_a_half_mean_does_not_overflow() -> None:
-    given = torch.tensor([60000.0], dtype=torch.float16)
-    mean = finish_reduction(given.float() * 2, "mean", 2, given)
-    assert mean.tolist() == given.tolist()
 
 
 def test_unsupported_dtypes_are_sent_as_bytes_of_the_same_memory() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelerate.ops import CannotPadNestedTensorWarning, pad_across_processes, pad_input_tensors
-from accelerate.ops.collectives import _pad, _size_to_pad
+from accelerate.ops.collectives import _pad
 
 
 @pytest.mark.usefixtures("states")
@@ -22,22 +22,6 @@ def test_nested_tensors_stay_with_one_warning() -> None:
         back = pad_across_processes({"a": pair[0], "b": [pair[1]]})
     assert len(caught) == 1
     assert (back["a"] is pair[0], back["b"][0] is pair[1]) == (True, True)
-
-
-@pytest.mark.parametrize(
-    ("dim", "first", "expected"),
-    [
-        (0, False, [[1, 2], [9, 9]]),
-        (0, True, [[9, 9], [1, 2]]),
-        (1, False, [[1, 2]]),
-        (-2, False, [[1, 2], [9, 9]]),
-        (2, False, [[1, 2]]),
-    ],
-)
-def test_a_tensor_is_padded_at_the_start_or_the_end_of_a_dimension(
-    dim: int, first: bool, expected: list[list[int]]
-) -> None:
-    assert _pad(torch.tensor([[1, 2]]), dim, 2, 9, first).tolist() == expected
 
 
 def test_padding_keeps_gradients() -> None:
@@ -61,9 +45,3 @@ def test_tensors_of_another_size_are_unchanged() -> None:
     assert padded["x"].shape == (2, 4)
     assert padded["mask"] is data["mask"]
     assert padded["step"] is data["step"]
-
-
-def test_sizes() -> None:
-    assert _size_to_pad(torch.ones(2, 3), 1) == 3
-    assert _size_to_pad(torch.ones(2), 1) == -1
-    assert _size_to_pad(torch.tensor(1), 0) == -1

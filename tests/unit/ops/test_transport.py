@@ -278,7 +278,7 @@ def test_an_error_on_rank_0_is_raised_on_the_others(transport: None) -> None:
         ("npu:hccl", {"npu"}),
     ],
 )
-def testsupported_devices(backends: str, supported: set[str]) -> None:
+def test_a_transport_supports_the_devices_of_its_backends(backends: str, supported: set[str]) -> None:
     assert supported_devices(backends) == supported
 
 

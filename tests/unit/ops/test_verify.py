@@ -67,31 +67,12 @@ def test_shapes_are_listed_by_process() -> None:
     assert "Called from:\n  - Process 0: an unknown line\n  - Process 1: /home/me/train.py:4\n" in text
 
 
-def test_dtypes_are_listed_when_only_they_differ() -> None:
-    text = str(mismatch_error([make_summary(), make_summary(dtypes="torch.float16")]))
-    assert "Input dtypes:\n  - Process 0: torch.float32\n  - Process 1: torch.float16\n" in text
-
-
-def test_arguments_are_listed_when_they_differ() -> None:
-    text = str(
-        mismatch_error([make_summary(arguments="from_process=0"), make_summary(arguments="from_process=1")])
-    )
-    assert "The arguments differ" in text
-    assert "Input arguments:\n  - Process 0: from_process=0\n  - Process 1: from_process=1\n" in text
-
-
 def test_different_operations_are_listed() -> None:
     barrier = make_summary(operation="wait", compared=None, dtypes=None, shapes=None)
     text = str(mismatch_error([make_summary(), barrier]))
     assert f"Operation:\n  - Process 0: `{GATHER}`\n  - Process 1: `wait`\n" in text
     assert "Input shapes:\n  - Process 0: [2]\n  - Process 1: no tensors\n" in text
     assert "Input shapes" not in str(mismatch_error([barrier, barrier._replace(operation="other")]))
-
-
-def test_rows_may_differ_in_number() -> None:
-    call = Call("op", data=[torch.ones(3, 2)], rows_only=True)
-    assert summarize(call).compared == [[2]]
-    assert summarize(call).shapes == [[3, 2]]
 
 
 @pytest.mark.usefixtures("states")
