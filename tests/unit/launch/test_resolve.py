@@ -129,45 +129,10 @@ def test_the_size_of_a_mesh_dimension_enables_the_mesh() -> None:
     assert name not in plan(machine(2), parallelism_config_pp_size=1).environment
 
 
-@pytest.mark.parametrize(
-    ("flags", "launcher"),
-    [
-        ({"tpu": True}, "tpu"),
-        ({"tpu": True, "tpu_use_cluster": True, "tpu_name": "pod"}, "tpu_pod"),
-        ({"mpirun_hostfile": "hosts"}, "mpi"),
-        ({"slurm": True, "submit": True}, "sbatch"),
-        (
-            {
-                "compute_environment": "AMAZON_SAGEMAKER",
-                "ec2_instance_type": "ml.p3.2xlarge",
-                "iam_role_name": "role",
-            },
-            "sagemaker",
-        ),
-        (
-            {
-                "use_deepspeed": True,
-                "num_machines": 2,
-                "num_processes": 2,
-                "deepspeed_multinode_launcher": "pdsh",
-                "main_process_ip": "a",
-            },
-            "deepspeed",
-        ),
-        (
-            {
-                "use_deepspeed": True,
-                "num_machines": 2,
-                "num_processes": 2,
-                "deepspeed_multinode_launcher": "standard",
-                "main_process_ip": "a",
-            },
-            "elastic",
-        ),
-    ],
-)
-def test_the_launcher_follows_from_the_settings(flags: dict[str, Any], launcher: str) -> None:
-    assert plan(machine(), **flags).launcher == launcher
+@pytest.mark.parametrize(("name", "launcher"), [("pdsh", "deepspeed"), ("standard", "elastic")])
+def test_the_launcher_of_deepspeed_starts_several_machines(name: str, launcher: str) -> None:
+    flags = {"use_deepspeed": True, "num_machines": 2, "num_processes": 2, "main_process_ip": "a"}
+    assert plan(machine(), deepspeed_multinode_launcher=name, **flags).launcher == launcher
 
 
 def test_on_several_machines_the_total_is_assumed_from_this_one() -> None:
@@ -411,12 +376,6 @@ def test_the_command_can_be_copied() -> None:
     assert text.endswith("'my train.py' --lr 1")
 
 
-def test_secrets_are_never_printed() -> None:
-    text, machine = explained()
-    assert "hush" not in text + machine
-    assert json.loads(machine)["settings"]["aws_secret_access_key"]["value"] == "(hidden)"
-
-
 def test_json_holds_the_whole_plan() -> None:
     plan = json.loads(explained()[1])
     assert (plan["launcher"], plan["processes"], plan["machines"]) == ("elastic", 2, 1)
@@ -429,3 +388,4 @@ def test_json_holds_the_whole_plan() -> None:
         *("notes", "settings"),
     }
     assert plan["settings"]["zero_stage"] == {"value": None, "source": "built-in"}
+    assert plan["settings"]["aws_secret_access_key"]["value"] == "(hidden)"
