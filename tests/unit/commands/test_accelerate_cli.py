@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -50,12 +50,17 @@ MODULES = ("completion", "config", "env", "estimate", "launch", "merge", "test",
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_every_command_runs_as_a_module(name: str) -> None:
-    command = [sys.executable, "-m", f"accelerate.commands.{name}", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: accelerate ")
-    assert done.stderr == ""
+def test_every_command_runs_as_a_module(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    monkeypatch.delitem(sys.modules, f"accelerate.commands.{name}", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module(f"accelerate.commands.{name}", run_name="__main__")
+    assert caught.value.code == 0
+    written = capsys.readouterr()
+    assert written.out.startswith("usage: accelerate ")
+    assert written.err == ""
 
 
 def test_every_script_of_the_package_has_its_function() -> None:
