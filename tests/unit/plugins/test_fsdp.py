@@ -36,8 +36,6 @@ from accelerate.plugins import (
     get_module_class_from_name,
     read_policy,
 )
-from accelerate.plugins.checks import read_flag
-from accelerate.plugins.fsdp_versions import VERSIONS
 
 LAUNCHED = {
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
@@ -106,6 +104,7 @@ def test_version_two_has_none_of_the_fields_of_one() -> None:
         ),
         ({"sharding_strategy": 3}, "sharding_strategy", ShardingStrategy.NO_SHARD),
         ({"sharding_strategy": "2"}, "sharding_strategy", ShardingStrategy.SHARD_GRAD_OP),
+        ({"sharding_strategy": ShardingStrategy.NO_SHARD}, "sharding_strategy", ShardingStrategy.NO_SHARD),
         ({"reshard_after_forward": "shard_grad_op"}, "sharding_strategy", ShardingStrategy.SHARD_GRAD_OP),
         (
             {"sharding_strategy": "no_shard", "reshard_after_forward": "FULL_SHARD"},  # as transformers 5.0
@@ -118,6 +117,11 @@ def test_version_two_has_none_of_the_fields_of_one() -> None:
         ({"cpu_offload": True, "fsdp_version": 2}, "cpu_offload", CPUOffloadPolicy()),
         ({"reshard_after_forward": "false", "fsdp_version": "2"}, "reshard_after_forward", False),
         ({"state_dict_type": "local_state_dict"}, "state_dict_type", StateDictType.LOCAL_STATE_DICT),
+        (
+            {"state_dict_type": StateDictType.LOCAL_STATE_DICT},
+            "state_dict_type",
+            StateDictType.LOCAL_STATE_DICT,
+        ),
         ({"auto_wrap_policy": "size_based_wrap"}, "auto_wrap_policy", size_based_auto_wrap_policy),
         ({"auto_wrap_policy": "no_wrap"}, "auto_wrap_policy", None),
         ({"transformer_cls_names_to_wrap": "A,B"}, "transformer_cls_names_to_wrap", ["A", "B"]),
@@ -130,6 +134,23 @@ def test_version_two_has_none_of_the_fields_of_one() -> None:
             {"mixed_precision_policy": "fp16", "fsdp_version": 2},
             "mixed_precision_policy",
             MixedPrecisionPolicy(torch.float16, torch.float16, torch.float16),
+        ),
+        (
+            {"mixed_precision_policy": "fp8"},
+            "mixed_precision_policy",
+            MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        ),
+        (
+            {
+                "mixed_precision_policy": {
+                    "param_dtype": torch.float16,
+                    "reduce_dtype": "FP32",
+                    "cast_forward_inputs": False,
+                },
+                "fsdp_version": 2,
+            },
+            "mixed_precision_policy",
+            MixedPrecisionPolicy(torch.float16, torch.float32, None, cast_forward_inputs=False),
         ),
         ({"cpu_ram_efficient_loading": "no"}, "cpu_ram_efficient_loading", False),
     ],
@@ -159,6 +180,7 @@ def test_the_launcher_s_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"fsdp_version": 3}, "fsdp_version=3: .* Choose one of 1, 2"),
         ({"sharding_strategy": "X"}, "sharding_strategy='X': .* Choose one of FULL_SHARD"),
+        *(({"sharding_strategy": number}, f"sharding_strategy={number!r}") for number in ("0", "6", 6)),
         ({"backward_prefetch": "X"}, "backward_prefetch='X'"),
         ({"state_dict_type": "X"}, "state_dict_type='X'"),
         ({"auto_wrap_policy": "X"}, "auto_wrap_policy='X'"),
@@ -242,50 +264,6 @@ def test_offload_may_be_set_later() -> None:
     plugin.cpu_offload = OffloadPolicy()
     with pytest.raises(ConfigurationError, match="fsdp_version=1 takes"):
         plugin.validate_cpu_offload()
-
-
-@pytest.mark.parametrize(("value", "expected"), [("Yes", True), (True, True), ("0", False), (False, False)])
-def test_flags_are_read_from_text_and_booleans(value: Any, expected: bool) -> None:
-    assert read_flag("name", value) is expected
-
-
-def test_an_invalid_flag_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="name='maybe'"):
-        read_flag("name", "maybe")
-
-
-def test_objects_of_torch_are_returned_unchanged() -> None:
-    assert choices.read_strategy("name", ShardingStrategy.NO_SHARD) is ShardingStrategy.NO_SHARD
-    kind = StateDictType.FULL_STATE_DICT
-    assert choices.read_member("name", kind, "StateDictType", []) is kind
-    assert choices.read_dtype(torch.float16) is torch.float16
-    assert choices.read_prefetch(None) is None
-    assert choices.read_prefetch("no_prefetch") is None
-    assert choices.read_prefetch("backward_post") is BackwardPrefetch.BACKWARD_POST
-
-
-@pytest.mark.parametrize("number", ["0", "6", 6])
-def test_an_unknown_strategy_number_is_refused(number: Any) -> None:
-    with pytest.raises(ConfigurationError, match="sharding_strategy"):
-        choices.read_strategy("sharding_strategy", number)
-
-
-def test_dtype_names_are_read_and_fp8_is_bfloat16() -> None:
-    assert choices.read_dtype("fp8") is torch.bfloat16
-    assert choices.read_dtype("FP32") is torch.float32
-    with pytest.raises(ConfigurationError, match="mixed_precision='int4'"):
-        choices.read_dtype("int4")
-
-
-def test_fields_of_policies() -> None:
-    fields = {"param_dtype": "bf16", "reduce_dtype": torch.float32, "cast_forward_inputs": False}
-    assert VERSIONS[2].policy_of_mapping(fields) == MixedPrecisionPolicy(
-        torch.bfloat16, torch.float32, None, cast_forward_inputs=False
-    )
-    assert VERSIONS[1].policy_of_mapping({"param_dtype": "bf16"}) == MixedPrecision(torch.bfloat16)
-    assert VERSIONS[1].policy_of_dtype(torch.float16, torch.float32) == MixedPrecision(
-        torch.float16, torch.float16, torch.float32
-    )
 
 
 def test_local_states_have_no_details() -> None:

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.base import ConfigurationError, DDPCommunicationHookType
@@ -36,19 +35,16 @@ from accelerate.plugins.checks import fill
         ),
         (InitProcessGroupKwargs(), {}),
         (InitProcessGroupKwargs(backend="gloo"), {"backend": "gloo"}),
-        (InitProcessGroupKwargs(timeout=timedelta(minutes=5)), {"timeout": timedelta(minutes=5)}),
+        *(
+            (InitProcessGroupKwargs(timeout=timedelta(minutes=count)), {"timeout": timedelta(minutes=count)})
+            for count in (5, 10, 30)
+        ),
     ],
 )
 def test_only_what_differs_from_the_defaults_is_passed_on(
     handler: KwargsHandler, kwargs: dict[str, Any]
 ) -> None:
     assert handler.to_kwargs() == kwargs
-
-
-@pytest.mark.parametrize("minutes", [10, 30])
-def test_a_given_timeout_is_passed_on_even_when_it_is_the_default(minutes: int) -> None:
-    limit = timedelta(minutes=minutes)
-    assert InitProcessGroupKwargs(timeout=limit).to_kwargs() == {"timeout": limit}
 
 
 @pytest.mark.parametrize(("backend", "minutes"), [("nccl", 10), ("gloo", 30), (None, 30)])
@@ -72,14 +68,6 @@ def test_the_comm_hook_is_no_argument_of_the_model() -> None:
     fields = DistributedDataParallelKwargs().to_dict()
     assert not [name for name in fields if name.startswith("comm_")]
     assert set(fields) <= set(inspect.signature(DistributedDataParallel.__init__).parameters)
-
-
-def test_the_scaler_takes_these_arguments() -> None:
-    scaler = torch.amp.GradScaler(
-        "cpu", **GradScalerKwargs(init_scale=8.0, growth_factor=4.0, allow_fp16_gradients=True).to_kwargs()
-    )
-    assert scaler.get_scale() == 8.0
-    assert scaler.get_growth_factor() == 4.0
 
 
 @pytest.mark.parametrize(
