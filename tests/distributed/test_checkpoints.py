@@ -43,34 +43,31 @@ def weight(model: nn.Module) -> list[float]:
     return next(model.parameters()).flatten().tolist()
 
 
-def save_and_load(blocking: bool) -> Any:
+def save_and_load() -> Any:
     accelerator, model, optimizer = prepared()
     torch.manual_seed(accelerator.process_index)
-    accelerator.step = 5
-    folder = accelerator.save_state(blocking=blocking)
-    before, drawn = weight(model), torch.rand(2).tolist()
-    step(accelerator, model, optimizer)
-    accelerator.wait_for_checkpoint()
-    names = sorted(path.name for path in folder.iterdir())
-    accelerator.step = 0
-    accelerator.load_state()
-    same = (weight(model), torch.rand(2).tolist(), accelerator.step) == (before, drawn, 5)
+    found = []
+    for blocking in (True, False):
+        accelerator.step = 5
+        folder = accelerator.save_state(blocking=blocking)
+        before, drawn = weight(model), torch.rand(2).tolist()
+        step(accelerator, model, optimizer)
+        accelerator.wait_for_checkpoint()
+        names = sorted(path.name for path in folder.iterdir())
+        accelerator.step = 0
+        accelerator.load_state()
+        same = (weight(model), torch.rand(2).tolist(), accelerator.step) == (before, drawn, 5)
+        found.append((folder.name, same, names))
     accelerator.end_training()
-    return same, names, [path.name for path in folder.parent.iterdir()]
+    return found, sorted(path.name for path in folder.parent.iterdir())
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_all_ranks_restore_their_state(run: Run, blocking: bool) -> None:
-    for same, names, numbered in run(save_and_load, blocking):
-        assert same
-        assert numbered == ["checkpoint_0"]
-        assert names == [
-            "manifest.json",
-            "model.safetensors",
-            "optimizer.bin",
-            "random_states_0.pkl",
-            "random_states_1.pkl",
-        ]
+def test_all_ranks_restore_their_state(run: Run) -> None:
+    files = ["manifest.json", "model.safetensors", "optimizer.bin"]
+    files += ["random_states_0.pkl", "random_states_1.pkl"]
+    for found, numbered in run(save_and_load):
+        assert found == [(f"checkpoint_{number}", True, files) for number in (0, 1)]
+        assert numbered == ["checkpoint_0", "checkpoint_1"]
 
 
 def save_on_one_rank() -> str:
@@ -128,11 +125,10 @@ def test_different_calls_name_each_other(run: Run) -> None:
         assert "Process 1: accelerator.load_state" in message
 
 
-def fail_to_write(blocking: bool) -> Any:
+def fail_to_write() -> Any:
     accelerator, model, optimizer = prepared(total_limit=1)
     first = accelerator.save_state()
-    before = weight(model)
-    step(accelerator, model, optimizer)
+    before, found = weight(model), []
     seal = manifest.seal
 
     def full(folder: Path, name: str, rank: int = 0) -> manifest.FileRecord:
@@ -142,24 +138,27 @@ def fail_to_write(blocking: bool) -> Any:
 
     from accelerate.checkpointing import saving
 
-    saving.seal = full
-    with pytest.raises(CheckpointError, match=r"process 1: .*No space left") as error:
-        accelerator.save_state(blocking=blocking)
-        accelerator.wait_for_checkpoint()
-    saving.seal = seal
-    accelerator.wait_for_everyone()  # rank 0 clears up
-    left = sorted(os.listdir(first.parent))
-    accelerator.load_state()
-    accelerator.wait_for_everyone()
-    return str(error.value), left, weight(model) == before
+    for blocking in (True, False):
+        step(accelerator, model, optimizer)
+        saving.seal = full
+        with pytest.raises(CheckpointError, match=r"process 1: .*No space left") as error:
+            accelerator.save_state(blocking=blocking)
+            accelerator.wait_for_checkpoint()
+        saving.seal = seal
+        accelerator.wait_for_everyone()  # rank 0 clears up
+        left = sorted(os.listdir(first.parent))
+        accelerator.load_state()
+        accelerator.wait_for_everyone()
+        found.append((str(error.value), left, weight(model) == before))
+    return found
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_a_full_disk_of_one_rank_leaves_the_old_checkpoint(run: Run, blocking: bool) -> None:
-    for message, left, same in run(fail_to_write, blocking):
-        assert "the ones before it are unchanged" in message
-        assert left == ["checkpoint_0"]
-        assert same
+def test_a_full_disk_of_one_rank_leaves_the_old_checkpoint(run: Run) -> None:
+    for found in run(fail_to_write):
+        for message, left, same in found:
+            assert "the ones before it are unchanged" in message
+            assert left == ["checkpoint_0"]
+            assert same
 
 
 def load_damaged() -> Any:
@@ -191,30 +190,28 @@ def save_for_others(folder: str) -> None:
     accelerator.end_training()
 
 
-def load_from_others(folder: str, policy: str) -> Any:
+def load_from_others(folder: str, policies: list[str]) -> list[Any]:
     accelerator, _, _ = prepared()
-    torch.manual_seed(1234 + accelerator.process_index)
-    kept = torch.get_rng_state()
-    try:
-        accelerator.load_state(folder, world_size_policy=policy)
-    except CheckpointError as error:
-        return str(error)
-    return torch.equal(kept, torch.get_rng_state()), torch.rand(1).item()
+    found: list[Any] = []
+    for policy in policies:
+        torch.manual_seed(1234 + accelerator.process_index)
+        kept = torch.get_rng_state()
+        try:
+            accelerator.load_state(folder, world_size_policy=policy)
+            found.append((torch.equal(kept, torch.get_rng_state()), torch.rand(1).item()))
+        except CheckpointError as error:
+            found.append(str(error))
+    return found
 
 
-@pytest.fixture(scope="module")
-def saved_by_two(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("two") / "checkpoint")
-
-
-def test_another_number_of_processes(run: Run, saved_by_two: str) -> None:
-    run(save_for_others, saved_by_two)
-    strict = run(load_from_others, saved_by_two, "strict", processes=3)
+def test_another_number_of_processes(run: Run, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved by two")
+    run(save_for_others, folder)
+    ranks = run(load_from_others, folder, ["strict", "reseed", "reseed", "ignore"], processes=3)
+    strict, reseeded, again, ignored = zip(*ranks, strict=True)
     assert all("saved by 2 processes, and this run has 3" in message for message in strict)
-    reseeded = run(load_from_others, saved_by_two, "reseed", processes=3)
     assert len({drawn for _, drawn in reseeded}) == 3
-    assert reseeded == run(load_from_others, saved_by_two, "reseed", processes=3)
-    ignored = run(load_from_others, saved_by_two, "ignore", processes=3)
+    assert reseeded == again
     assert [kept for kept, _ in ignored] == [False, False, True]
 
 
