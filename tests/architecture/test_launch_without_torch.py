@@ -60,8 +60,8 @@ def test_commands_run_without_torch(tmp_path: Path) -> None:
     writer.close()
     calls = [["--help"], ["launch", "--help"], ["config", "--help"]]
     calls += [
-        ["checkpoint", "list", checkpoints],
-        ["checkpoint", "verify", checkpoints],
+        ["checkpoint", "list", folder],
+        ["checkpoint", "verify", folder],
         ["report", str(records)],
     ]
     run_without_torch(RUN_ALL, json.dumps(calls))
