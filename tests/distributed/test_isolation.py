@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.cases import call_for_each
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -101,7 +102,7 @@ def accelerator_of(layout: str) -> Accelerator:
     return Accelerator(**given)
 
 
-def check(layout: str, is_masked: bool) -> list[str]:
+def check(is_masked: bool, layout: str) -> list[str]:
     """Checks a batch by a call and in the first forward, trains a step, and returns the errors of both."""
     accelerator, errors = accelerator_of(layout), []
     has_one_batch = "parallelism_config" in LAYOUTS[layout]
@@ -130,22 +131,12 @@ def check(layout: str, is_masked: bool) -> list[str]:
         for name in LAYOUTS
     ],
 )
-def test_a_leak_is_the_same_error_on_all_ranks(run: Run, layout: str) -> None:
-    for errors in run(check, layout, False, processes=2):
-        assert len(errors) == 2
-        assert all("`layers.0`" in error for error in errors)
-        assert "check_packing=False" in errors[1]
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        name if name in ("ddp", "fsdp2", "sp") else pytest.param(name, marks=pytest.mark.slow)
-        for name in LAYOUTS
-    ],
-)
-def test_documents_that_are_apart_pass_on_all_ranks(run: Run, layout: str) -> None:
-    assert run(check, layout, True, processes=2) == [[], []]
+def test_documents_that_are_not_apart_are_the_same_error_on_all_ranks(run: Run, layout: str) -> None:
+    for apart, leaks in run(call_for_each, check, [(True, layout), (False, layout)], processes=2):
+        assert apart == []
+        assert len(leaks) == 2
+        assert all("`layers.0`" in error for error in leaks)
+        assert "check_packing=False" in leaks[1]
 
 
 def check_shards() -> str:

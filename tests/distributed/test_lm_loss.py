@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.cases import call_for_each
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -122,20 +124,27 @@ def train(
     return losses, state_of(accelerator, model)
 
 
-def compare(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    assert found[0] == pytest.approx(expected[0], abs=tolerance)
+def compare(found: Any, expected: Any, tolerance: float = 1e-5, case: Any = "") -> None:
+    assert found[0] == pytest.approx(expected[0], abs=tolerance), case
     if found[1]:
         for name, value in expected[1].items():
-            torch.testing.assert_close(found[1][name].float(), value.float(), rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(
+                found[1][name].float(),
+                value.float(),
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda text, name=name: f"{case} {name}: {text}",
+            )
 
 
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("layout", ["one", "ddp", "fsdp2", "tp", "hsdp", "fsdp2+tp"])
-def test_training_is_that_of_the_plain_loss(run: Run, layout: str, where: str, ties: bool) -> None:
-    expected = run(train, "plain", ties, "inside", processes=1)[0]
-    for found in run(train, layout, ties, where, processes=LAYOUTS[layout][0]):
-        compare(found, expected)
+def test_training_is_that_of_the_plain_loss(run: Run, layout: str) -> None:
+    cases = list(product([False, True], ["inside", "outside"]))  # whether weights are tied, and where
+    (expected,) = run(call_for_each, train, [("plain", ties, "inside") for ties, _ in cases], processes=1)
+    given = [(layout, *case) for case in cases]
+    for found in run(call_for_each, train, given, processes=LAYOUTS[layout][0]):
+        for case, result, wanted in zip(cases, found, expected, strict=True):
+            compare(result, wanted, case=case)
 
 
 def test_a_compiled_model_computes_it_with_a_sharded_head(run: Run) -> None:
@@ -160,19 +169,21 @@ def test_fsdp1_refuses_it_outside_of_the_forward(run: Run) -> None:
     assert all("FSDP 1" in message for message in run(outside_of_fsdp1, processes=2))
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_bfloat16_is_that_of_the_plain_loss(run: Run, layout: str) -> None:
+def test_bfloat16_is_that_of_the_plain_loss(run: Run) -> None:
     expected = run(train, "plain", False, "inside", "bf16", processes=1)[0]
-    for found in run(train, layout, False, "outside", "bf16", processes=2):
-        compare(found, expected, tolerance=2e-2)
+    cases = [(layout, False, "outside", "bf16") for layout in ("ddp", "fsdp2")]
+    for found in run(call_for_each, train, cases, processes=2):
+        for case, result in zip(cases, found, strict=True):
+            compare(result, expected, 2e-2, case)
 
 
 @pytest.mark.parametrize("layout", ["fsdp1", "fsdp2", "hsdp"])
-@pytest.mark.parametrize("where", ["inside", "outside"])
-def test_a_head_that_is_a_unit_of_its_own_is_gathered(run: Run, layout: str, where: str) -> None:
+def test_a_head_that_is_a_unit_of_its_own_is_gathered(run: Run, layout: str) -> None:
     expected = run(train, "plain", False, "inside", processes=1)[0]
-    for found in run(train, layout, False, where, "no", "Linear", processes=LAYOUTS[layout][0]):
-        compare(found, expected)
+    cases = [(layout, False, where, "no", "Linear") for where in ("inside", "outside")]
+    for found in run(call_for_each, train, cases, processes=LAYOUTS[layout][0]):
+        for case, result in zip(cases, found, strict=True):
+            compare(result, expected, case=case)
 
 
 def count_collectives(ours: bool, mesh: dict[str, int], wraps: str | None) -> dict[str, int]:
@@ -200,12 +211,12 @@ def count_collectives(ours: bool, mesh: dict[str, int], wraps: str | None) -> di
 
 
 def test_a_head_is_gathered_once_and_its_gradient_reduced_once(run: Run) -> None:
-    plain_unit, ours = (run(count_collectives, each, {}, "Linear", processes=2)[0] for each in (False, True))
+    cases = [(ours, {}, wraps) for wraps in ("Linear", None) for ours in (False, True)]
+    plain_unit, our_unit, plain_root, our_root = run(call_for_each, count_collectives, cases, processes=2)[0]
     # The plain head is gathered in forward and backward; ours stays gathered.
-    assert plain_unit["_allgather_base_"] - ours["_allgather_base_"] == 1
-    assert plain_unit["_reduce_scatter_base_"] == ours["_reduce_scatter_base_"]
-    plain_root, ours = (run(count_collectives, each, {}, None, processes=2)[0] for each in (False, True))
-    assert plain_root == ours
+    assert plain_unit["_allgather_base_"] - our_unit["_allgather_base_"] == 1
+    assert plain_unit["_reduce_scatter_base_"] == our_unit["_reduce_scatter_base_"]
+    assert plain_root == our_root
 
 
 def test_a_sharded_vocabulary_has_one_collective_in_each_pass(run: Run) -> None:
@@ -248,12 +259,13 @@ def train_counted(layout: str, empty: bool = False) -> Any:
     return [], state_of(accelerator, model)
 
 
-@pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize("layout", ["one", "ddp", "fsdp2", "hsdp", "tp"])
-def test_counted_items_give_the_mean_over_all_labels(run: Run, layout: str, empty: bool) -> None:
-    expected = run(train_counted, "plain", empty, processes=1)[0]
-    for found in run(train_counted, layout, empty, processes=LAYOUTS[layout][0]):
-        compare(found, expected)
+def test_counted_items_give_the_mean_over_all_labels(run: Run, layout: str) -> None:
+    expected = run(call_for_each, train_counted, [("plain", False), ("plain", True)], processes=1)[0]
+    cases = [(layout, False), (layout, True)]
+    for found in run(call_for_each, train_counted, cases, processes=LAYOUTS[layout][0]):
+        for case, result, wanted in zip(cases, found, expected, strict=True):
+            compare(result, wanted, case=case)
 
 
 def train_frozen(ours: bool, layout: str, where: str) -> Any:
@@ -285,11 +297,12 @@ def train_frozen(ours: bool, layout: str, where: str) -> Any:
     return [], state_of(accelerator, model)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "tp"])
-def test_a_head_alone_is_trained(run: Run, layout: str) -> None:
+def test_a_head_alone_is_trained(run: Run) -> None:
     expected = run(train_frozen, False, "one", "inside", processes=1)[0]
-    for found in run(train_frozen, True, layout, "inside", processes=2):
-        compare(found, expected)
+    cases = [(True, layout, "inside") for layout in ("ddp", "fsdp2", "tp")]
+    for found in run(call_for_each, train_frozen, cases, processes=2):
+        for case, result in zip(cases, found, strict=True):
+            compare(result, expected, case=case)
 
 
 def refuse_shards() -> str:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from tests.stand_ins.cases import call_for_each
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -692,10 +693,9 @@ def prepare_optimizer(kind: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["LBFGS", "norm"])
-def test_optimizers_that_need_the_parameters_of_all_stages_are_refused(run: Run, kind: str) -> None:
-    for message in run(prepare_optimizer, kind, processes=2):
-        assert "updates a parameter depending on the others" in message
+def test_optimizers_that_need_the_parameters_of_all_stages_are_refused(run: Run) -> None:
+    for messages in run(call_for_each, prepare_optimizer, ["LBFGS", "norm"], processes=2):
+        assert all("updates a parameter depending on the others" in message for message in messages)
 
 
 def pairs_loss(logits: Tensor, batch: Any) -> Tensor:
@@ -956,13 +956,10 @@ def train_in_order(name: str, schedule: str) -> None:
         torch.testing.assert_close(model.eval()(batch[0]), alone.eval()(batch[0]))
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule"),
-    [(name, "1f1b") for name in ORDERS]
-    + [(name, "interleaved1f1b") for name in ("Skipping", "Nested", "Alternating")],
-)
-def test_models_of_any_order_train_as_on_one_process(run: Run, name: str, schedule: str) -> None:
-    run(train_in_order, name, schedule, processes=2)
+def test_models_of_any_order_train_as_on_one_process(run: Run) -> None:
+    cases = [(name, "1f1b") for name in ORDERS]
+    cases += [(name, "interleaved1f1b") for name in ("Skipping", "Nested", "Alternating")]
+    run(call_for_each, train_in_order, cases, processes=2, timeout=120)
 
 
 def refuse(name: str, split: Any) -> str:
@@ -977,17 +974,17 @@ def refuse(name: str, split: Any) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("name", "split", "expected"),
-    [
-        ("one", "auto", "Sequential cannot be split into 2 stages"),
-        ("permuted", "auto", "calls blocks.0 of stage 0 on stage 1"),
-        ("skips", ["blocks.7"], "Skipping has no such modules"),
-        ("skips", ["blocks.1", "blocks.2"], "2 stages begin at 1 modules"),
-    ],
-)
-def test_models_that_cannot_be_split_are_refused(run: Run, name: str, split: Any, expected: str) -> None:
-    assert [text for text in run(refuse, name, split, processes=2) if expected not in text] == []
+def test_models_that_cannot_be_split_are_refused(run: Run) -> None:
+    cases: list[tuple[str, Any]] = [("one", "auto"), ("permuted", "auto")]
+    cases += [("skips", ["blocks.7"]), ("skips", ["blocks.1", "blocks.2"])]
+    expected = (
+        "Sequential cannot be split into 2 stages",
+        "calls blocks.0 of stage 0 on stage 1",
+        "Skipping has no such modules",
+        "2 stages begin at 1 modules",
+    )
+    for texts in run(call_for_each, refuse, cases, processes=2):
+        assert [text for part, text in zip(expected, texts, strict=True) if part not in text] == []
 
 
 def use_one_process() -> None:
