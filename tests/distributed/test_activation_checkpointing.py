@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.stand_ins.cases import call_for_each
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -130,16 +131,14 @@ IN_GATE = ("fsdp2",)
     "way", [pytest.param(way, marks=[] if way in IN_GATE else pytest.mark.slow) for way in WAYS]
 )
 def test_steps_are_those_without_recomputation(run: Run, way: str) -> None:
-    expected = run(trained, way, None)
     is_split = way in ("tp", "adopted plan", "adopted units")
-    for name, policy in POLICIES.items():
-        if name == "budget" and is_split:
-            continue
-        found = run(trained, way, policy)
-        for (weights, calls, names), (reference, once, plain) in zip(found, expected, strict=True):
-            assert once == [1] * LAYERS
-            assert calls == [2, 1, 2, 1] if name == "every second" else calls[0] == 2
-            assert names == plain
+    policies = {name: policy for name, policy in POLICIES.items() if name != "budget" or not is_split}
+    cases = [(way, policy) for policy in (None, *policies.values())]
+    for (reference, once, plain), *found in run(call_for_each, trained, cases, timeout=120):
+        assert once == [1] * LAYERS
+        for name, (weights, calls, names) in zip(policies, found, strict=True):
+            assert calls == [2, 1, 2, 1] if name == "every second" else calls[0] == 2, name
+            assert names == plain, name
             torch.testing.assert_close(weights, reference, rtol=0, atol=1e-6)
 
 
@@ -175,15 +174,14 @@ def choice_of_rank(way: str, small: bool) -> tuple[list[int], str]:
 
 
 def test_ranks_that_exchange_shards_use_the_strictest_policy(run: Run) -> None:
-    first, second = run(choice_of_rank, "fsdp2", False)
-    assert first == second
-    assert sum(first[0]) > LAYERS, first[1]
-    first, second = run(choice_of_rank, "ddp", False)
-    assert first[0] == [1] * LAYERS
-    assert sum(second[0]) > LAYERS, second[1]
-    errors = [error for _, error in run(choice_of_rank, "fsdp2", True)]
-    assert "budget=1: the activations of Net need at least" in errors[0]
-    assert errors[0] == errors[1]
+    ranks = run(call_for_each, choice_of_rank, [("fsdp2", False), ("ddp", False), ("fsdp2", True)])
+    shards, replicas, too_small = zip(*ranks, strict=True)
+    assert shards[0] == shards[1]
+    assert sum(shards[0][0]) > LAYERS, shards[0][1]
+    assert replicas[0][0] == [1] * LAYERS
+    assert sum(replicas[1][0]) > LAYERS, replicas[1][1]
+    assert "budget=1: the activations of Net need at least" in too_small[0][1]
+    assert too_small[0] == too_small[1]
 
 
 def error_of(way: str) -> str:
@@ -198,7 +196,7 @@ def error_of(way: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("way", ["tp", "adopted units", "adopted plan"])
-def test_a_budget_of_activations_that_are_split_raises_an_error(run: Run, way: str) -> None:
-    for error in run(error_of, way):
-        assert "budget='1GB': the activations of a model whose layers or batches are split" in error
+def test_a_budget_of_activations_that_are_split_raises_an_error(run: Run) -> None:
+    for errors in run(call_for_each, error_of, ["tp", "adopted units", "adopted plan"]):
+        for error in errors:
+            assert "budget='1GB': the activations of a model whose layers or batches are split" in error

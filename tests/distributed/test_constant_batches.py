@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -226,13 +226,19 @@ IN_GATE = ("drop_last", "large_batches", "short_num_items", "short_both")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in IN_GATE else pytest.mark.slow) for name in SETTINGS]
+    "names",
+    [IN_GATE, pytest.param([name for name in SETTINGS if name not in IN_GATE], marks=pytest.mark.slow)],
+    ids=["some", "others"],
 )
-def test_three_processes_take_the_steps_of_one(run: Run, name: str) -> None:
-    setting = SETTINGS[name]
-    (expected,) = run(train, setting, processes=1)
-    for result in run(train, setting, processes=3):
-        result.check(expected)
+def test_three_processes_take_the_steps_of_one(run: Run, names: Sequence[str]) -> None:
+    cases = [(SETTINGS[name],) for name in names]
+    (expected,) = run(call_for_each, train, cases, processes=1)
+    for results in run(call_for_each, train, cases, processes=3):
+        for name, result, wanted in zip(names, results, expected, strict=True):
+            try:
+                result.check(wanted)
+            except AssertionError as error:
+                raise AssertionError(name) from error
 
 
 def test_shards_take_the_steps_of_one_process(run: Run) -> None:

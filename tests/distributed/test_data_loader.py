@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.stand_ins.cases import call_for_each
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
@@ -141,12 +142,12 @@ def read_noise(persistent: bool) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_random_transforms_in_workers_differ_between_processes_and_epochs(run: Run, persistent: bool) -> None:
-    ranks = run(read_noise, persistent)
-    values = [value for rank in ranks for epoch in rank for column in epoch for value in column]
-    assert len(values) == 2 * 2 * 4 * 3
-    assert len(set(values)) == len(values)
+def test_random_transforms_in_workers_differ_between_processes_and_epochs(run: Run) -> None:
+    found = run(call_for_each, read_noise, [False, True])  # whether workers are persistent
+    for ranks in zip(*found, strict=True):
+        values = [value for rank in ranks for epoch in rank for column in epoch for value in column]
+        assert len(values) == 2 * 2 * 4 * 3
+        assert len(set(values)) == len(values)
 
 
 def read_dispatched(items: Any, batch_size: int, **config: Any) -> list[Any]:
@@ -251,16 +252,16 @@ def read_until_failure(kind: str, workers: int) -> tuple[list[Any], str, str, st
     return seen, "", "", ""
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_exception_in_the_dataset_of_process_0_is_raised_everywhere(run: Run, workers: int) -> None:
-    ranks = run(read_until_failure, "common", workers)
-    assert ranks[0][0] == [[0, 1]]
-    assert ranks[1][0] == [[2, 3]]
-    for _, kind, text, _ in ranks:
-        assert kind == "LookupError"
-        assert "sample 11 is lost" in text
-    assert "rank 0" in ranks[1][3]
-    assert "in __iter__" in ranks[1][3]
+def test_an_exception_in_the_dataset_of_process_0_is_raised_everywhere(run: Run) -> None:
+    found = run(call_for_each, read_until_failure, [("common", 0), ("common", 1)])
+    for ranks in zip(*found, strict=True):  # without and with a worker
+        assert ranks[0][0] == [[0, 1]]
+        assert ranks[1][0] == [[2, 3]]
+        for _, kind, text, _ in ranks:
+            assert kind == "LookupError"
+            assert "sample 11 is lost" in text
+        assert "rank 0" in ranks[1][3]
+        assert "in __iter__" in ranks[1][3]
 
 
 def test_an_exception_that_cannot_be_pickled_is_raised_with_its_text(run: Run) -> None:
@@ -303,16 +304,16 @@ def read_after_skip(dispatch: bool, iterable: bool) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("dispatch", [False, True])
-@pytest.mark.parametrize("iterable", [False, True])
-def test_skipped_loaders_keep_the_valid_counts(run: Run, dispatch: bool, iterable: bool) -> None:
-    ranks = run(read_after_skip, dispatch, iterable)
-    real = []
-    for step in zip(*ranks, strict=True):
-        for rank, (batch, is_last, counts) in enumerate(step):
-            assert is_last == (step[0] is ranks[0][-1])
-            real += batch[: counts[rank] if counts else None]
-    assert real == list(range(8, 13))
+def test_skipped_loaders_keep_the_valid_counts(run: Run) -> None:
+    cases = list(product([False, True], repeat=2))  # whether it dispatches, and iterates
+    found = zip(*run(call_for_each, read_after_skip, cases), strict=True)
+    for case, ranks in zip(cases, found, strict=True):
+        real = []
+        for step in zip(*ranks, strict=True):
+            for rank, (batch, is_last, counts) in enumerate(step):
+                assert is_last == (step[0] is ranks[0][-1]), case
+                real += batch[: counts[rank] if counts else None]
+        assert real == list(range(8, 13)), case
 
 
 def read_on_a_mesh() -> tuple[list[Any], list[Any]]:
@@ -353,13 +354,9 @@ def draws_after_passes(settings: dict[str, Any]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["in process", "persistent workers"]
-)
-def test_equally_seeded_ranks_stay_equal_after_a_dispatched_stream(
-    run: Run, settings: dict[str, Any]
-) -> None:
-    ranks = run(draws_after_passes, settings)
+def test_equally_seeded_ranks_stay_equal_after_a_dispatched_stream(run: Run) -> None:
+    settings = [{}, {"num_workers": 1, "persistent_workers": True}]
+    ranks = run(call_for_each, draws_after_passes, settings)
     assert ranks[0] == ranks[1]
 
 
@@ -409,12 +406,13 @@ def read_and_leave(how: str) -> tuple[int, list[str], set[str]]:
     return seen, reading_threads(), dataset.threads
 
 
-@pytest.mark.parametrize("how", ["break", "error", "delete"])
-def test_reading_ahead_leaves_no_thread(run: Run, how: str) -> None:
-    (seen, left, threads), other = run(read_and_leave, how)
-    assert (seen, left) == (20, [])
-    assert "accelerate-read-ahead" in threads
-    assert other == (20, [], set())
+def test_reading_ahead_leaves_no_thread(run: Run) -> None:
+    ways = ["break", "error", "delete"]
+    first, others = run(call_for_each, read_and_leave, ways)
+    for way, (seen, left, threads), other in zip(ways, first, others, strict=True):
+        assert (seen, left) == (20, []), way
+        assert "accelerate-read-ahead" in threads, way
+        assert other == (20, [], set()), way
 
 
 class RandomStream(IterableDataset[float]):
@@ -435,9 +433,9 @@ def train_on_random_samples() -> tuple[list[float], list[str]]:
 
 
 def test_prefetching_that_draws_random_numbers_is_reproducible(run: Run) -> None:
-    (first, threads), _ = run(train_on_random_samples)
+    ((first, threads), (second, _)), _ = run(call_for_each, train_on_random_samples, [(), ()])
     assert threads == []
-    assert run(train_on_random_samples)[0][0] == first
+    assert second == first
 
 
 def resume_dispatched(stop: int) -> tuple[list[Any], list[Any]]:
@@ -463,10 +461,10 @@ def resume_dispatched(stop: int) -> tuple[list[Any], list[Any]]:
     return whole[stop:], batches(late)
 
 
-@pytest.mark.parametrize("stop", [1, 7])
-def test_prefetched_batches_are_not_part_of_the_position(run: Run, stop: int) -> None:
-    for expected, seen in run(resume_dispatched, stop):
-        assert seen == expected
+def test_prefetched_batches_are_not_part_of_the_position(run: Run) -> None:
+    for found in run(call_for_each, resume_dispatched, [1, 7]):
+        for expected, seen in found:
+            assert seen == expected
 
 
 def read_an_uneven_stream() -> list[Any]:

@@ -14,8 +14,7 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.base import StateError
-from accelerate.state import Connections, services
-from accelerate.state.agreement import MAX_WAIT
+from accelerate.state import Connections, agreement, services
 from accelerate.utils import ProjectConfiguration
 
 NODES = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": None}  # one rank on each
@@ -23,6 +22,7 @@ NODES = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": None}  # one 
 
 def save_without(killed: int, folder: str) -> None:
     """Saves after a rank was killed."""
+    agreement.MAX_WAIT = 1.0
     accelerator = Accelerator(project_config=ProjectConfiguration(folder))
     accelerator.prepare(torch.nn.Linear(2, 2))
     accelerator.save_state(f"{folder}/first")
@@ -41,10 +41,11 @@ def test_a_save_does_not_wait_for_a_rank_of_another_node_that_was_killed(
 
 def save_late(folder: str) -> list[int]:
     """Saves on one rank after the first request of the others to the store."""
+    agreement.MAX_WAIT = 1.0
     accelerator = Accelerator(project_config=ProjectConfiguration(folder))
     accelerator.prepare(torch.nn.Linear(2, 2))
     if accelerator.process_index == 1:
-        time.sleep(MAX_WAIT + 1)
+        time.sleep(agreement.MAX_WAIT + 1)
     accelerator.save_state(f"{folder}/late")
     connections = services.find(Connections)
     assert connections is not None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.cases import call_for_each
 from tests.stand_ins.streams import SizedStream, Stream
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
@@ -218,13 +219,14 @@ def gather_with_uneven_ends(samples: int, own_shard: bool = False) -> tuple[list
     return seen, ""
 
 
-@pytest.mark.parametrize("own_shard", [False, True])
-def test_uneven_ends(run: Run, own_shard: bool) -> None:
-    assert run(gather_with_uneven_ends, 11, own_shard) == [(list(range(11)), "")] * 2
-    (seen, message), (others, silence) = run(gather_with_uneven_ends, 8, own_shard)
-    assert seen == others == list(range(6))
-    assert "processes [1] have no batch" in message
-    assert silence == ""
+def test_uneven_ends(run: Run) -> None:
+    for own_shard in (False, True):
+        ranks = run(call_for_each, gather_with_uneven_ends, [(11, own_shard), (8, own_shard)])
+        even, ((seen, message), (others, silence)) = zip(*ranks, strict=True)
+        assert even == ((list(range(11)), ""),) * 2
+        assert seen == others == list(range(6))
+        assert "processes [1] have no batch" in message
+        assert silence == ""
 
 
 def average() -> list[Any]:
@@ -449,14 +451,11 @@ def repeat_for_split_batches(samples: int, dispatch: bool) -> torch.Tensor:
     return torch.cat(losses)
 
 
-@pytest.mark.parametrize("dispatch", [False, True])
-def test_values_repeated_for_split_batches_count_as_often_as_there_are_samples(
-    run: Run, dispatch: bool
-) -> None:
-    for losses in run(repeat_for_split_batches, 26, dispatch):
-        assert len(losses) == 2 * 26
-        if dispatch:  # else the last means are those of padded batches
-            assert losses.mean().item() == pytest.approx(12.5)
+def test_values_repeated_for_split_batches_count_as_often_as_there_are_samples(run: Run) -> None:
+    for sharded, dispatched in run(call_for_each, repeat_for_split_batches, [(26, False), (26, True)]):
+        assert len(sharded) == len(dispatched) == 2 * 26
+        # The last means of sharded loaders are those of padded batches.
+        assert dispatched.mean().item() == pytest.approx(12.5)
 
 
 def gather_around_breaks(workers: int) -> list[list[int]]:
@@ -475,10 +474,10 @@ def gather_around_breaks(workers: int) -> list[list[int]]:
     return passes
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_early_break_does_not_change_later_epochs(run: Run, workers: int) -> None:
+def test_an_early_break_does_not_change_later_epochs(run: Run) -> None:
     whole = list(range(11))
-    assert run(gather_around_breaks, workers) == [[whole[:6], whole, whole, whole[:6], whole]] * 2
+    passes = [whole[:6], whole, whole, whole[:6], whole]
+    assert run(call_for_each, gather_around_breaks, [0, 2]) == [[passes, passes]] * 2
 
 
 def evaluate_on_a_mesh(settings: dict[str, Any]) -> list[Any]:
@@ -502,8 +501,9 @@ def evaluate_on_a_mesh(settings: dict[str, Any]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("settings", [{}, {"dispatch_batches": True}], ids=["sharded", "dispatched"])
-def test_ranks_that_share_a_batch_count_once(run: Run, settings: dict[str, Any]) -> None:
-    for found in run(evaluate_on_a_mesh, settings, processes=4, timeout=120):
-        for samples, tensors, objects in found:
-            assert tensors == objects == list(range(samples))
+def test_ranks_that_share_a_batch_count_once(run: Run) -> None:
+    settings = [{}, {"dispatch_batches": True}]
+    for found in run(call_for_each, evaluate_on_a_mesh, settings, processes=4, timeout=120):
+        for setting, results in zip(settings, found, strict=True):
+            for samples, tensors, objects in results:
+                assert tensors == objects == list(range(samples)), setting

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
+from tests.stand_ins.cases import call_for_each
 from torch import nn
 
 from accelerate import Accelerator
@@ -61,7 +61,7 @@ def train(
     return weights, skipped, steps, lines, optimizer.num_updates, scale
 
 
-def check(ranks: list[tuple[Any, ...]]) -> None:
+def check(ranks: Sequence[tuple[Any, ...]]) -> None:
     for weights, skipped, steps, _, num_updates, _ in ranks:
         assert skipped == [False, True, False]
         assert weights[0] != weights[1] == weights[2] != weights[3]
@@ -73,15 +73,11 @@ def check(ranks: list[tuple[Any, ...]]) -> None:
     assert "Update 2 of SGD is skipped on all ranks" in said[0]
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_one_rank_with_nan_skips_the_update_of_all(run: Run, sharded: bool) -> None:
-    check(run(train, sharded))
-
-
-def test_scalers_of_all_ranks_back_off_together(run: Run) -> None:
-    ranks = run(train, False, True, "fp16")
-    check(ranks)
-    assert [rank[5] for rank in ranks] == [8.0, 8.0]
+def test_one_rank_with_nan_skips_the_update_of_all(run: Run) -> None:
+    cases = [(False,), (True,), (False, True, "fp16")]  # replicas, shards, and replicas with a scaler
+    for ranks in zip(*run(call_for_each, train, cases), strict=True):
+        check(ranks)
+    assert [rank[5] for rank in ranks] == [8.0, 8.0]  # the scalers of all ranks back off together
 
 
 def train_joined() -> tuple[Any, ...]:

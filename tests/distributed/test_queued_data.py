@@ -11,6 +11,7 @@ from queue import Queue
 from typing import Any
 
 import pytest
+from tests.stand_ins.cases import call_for_each
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import Accelerator
@@ -63,18 +64,19 @@ def read_queue(in_thread: bool, end: Exception | None) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_all_ranks_end_with_the_queue_of_rank_0(run: Run, in_thread: bool) -> None:
+def test_all_ranks_end_with_the_queue_of_rank_0(run: Run) -> None:
     batches = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13]]
-    assert run(read_queue, in_thread, None) == [batches, batches]
+    cases = [(False, None), (True, None)]  # whether a thread fills the queue meanwhile
+    assert run(call_for_each, read_queue, cases) == [[batches, batches]] * 2
 
 
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_an_error_after_the_queue_is_raised_at_the_same_batch(run: Run, in_thread: bool) -> None:
-    first, second = run(read_queue, in_thread, LookupError("the source is gone"))
+def test_an_error_after_the_queue_is_raised_at_the_same_batch(run: Run) -> None:
+    gone = LookupError("the source is gone")
+    first, second = run(call_for_each, read_queue, [(False, gone), (True, gone)])
     assert first == second
-    assert first[0] == [0, 1, 2, 3]
-    assert first[-1] == "the source is gone"
+    for seen in first:
+        assert seen[0] == [0, 1, 2, 3]
+        assert seen[-1] == "the source is gone"
 
 
 def wait_for_queue(ready: int) -> None:
