@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 
 
 class Stream(IterableDataset[Any]):
-    """Reads items in order; a number stands for the integers below it."""
+    """Reads items in order, or the integers below a number."""
 
     def __init__(self, items: int | Sequence[Any]) -> None:
         self.items = range(items) if isinstance(items, int) else items
