@@ -119,24 +119,20 @@ def alone() -> dict[int, Any]:
         return found
 
 
-def check(ranks: list[Any], expected: Any) -> None:
+def check(ranks: list[Any], expected: Any, case: Any = "") -> None:
     for losses, norms in ranks:
-        assert losses == pytest.approx(expected[0], abs=1e-5)
-        assert norms == pytest.approx(expected[1], abs=1e-5)
+        assert losses == pytest.approx(expected[0], abs=1e-5), case
+        assert norms == pytest.approx(expected[1], abs=1e-5), case
 
 
-@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
-def test_two_processes_share_each_sequence(run: Run, alone: dict[int, Any], rotate: str) -> None:
-    check(run(train, {"cp_size": 2}, BATCH, rotate), alone[BATCH])
-
-
-@pytest.mark.parametrize(
-    "attention", ["by name", "by causal mask", pytest.param("by keyword", marks=pytest.mark.slow)]
-)
-def test_attention_covers_the_whole_sequence_with_each_implementation(
-    run: Run, alone: dict[int, Any], attention: str
-) -> None:
-    check(run(train, {"cp_size": 2}, BATCH, "allgather", False, attention), alone[BATCH])
+def test_two_processes_that_share_each_sequence_train_as_one(run: Run, alone: dict[int, Any]) -> None:
+    """With each rotation, with each implementation of attention, and with sharded parameters."""
+    cases: list[Any] = [("allgather",), ("alltoall",), ("allgather", True)]
+    cases += [("allgather", False, attention) for attention in ("by name", "by causal mask", "by keyword")]
+    given = [({"cp_size": 2}, BATCH, *case) for case in cases]
+    found = zip(*run(call_for_each, train, given, timeout=120), strict=True)
+    for case, ranks in zip(cases, found, strict=True):
+        check(ranks, alone[BATCH], case)
 
 
 def train_refused(attention: str) -> str:
@@ -178,10 +174,6 @@ def attend_with_gradients(heads: list[torch.Tensor], weights: torch.Tensor) -> l
 
 def test_attention_with_heads_of_other_shapes_equals_that_of_one_process(run: Run) -> None:
     run(call_for_each, attend_to_shards, list(SHAPES))
-
-
-def test_parameters_are_sharded_over_the_axis_too(run: Run, alone: dict[int, Any]) -> None:
-    check(run(train, {"cp_size": 2}, BATCH, "allgather", True), alone[BATCH])
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.cases import call_for_each
 from torch import Tensor
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
@@ -98,9 +99,7 @@ def train(changes: bool, layout: str, name: str, ties: bool, adapts: bool) -> tu
 )
 def test_training_is_that_with_logits(run: Run, layout: str, name: str, ties: bool, adapts: bool) -> None:
     pytest.importorskip("peft" if adapts else "transformers")
-    expected, found = (
-        run(train, each, layout, name, ties, adapts, processes=2, timeout=180) for each in (False, True)
-    )
-    for (losses, weights), (others, changed) in zip(expected, found, strict=True):
+    cases = [(changes, layout, name, ties, adapts) for changes in (False, True)]
+    for (losses, weights), (others, changed) in run(call_for_each, train, cases, processes=2, timeout=180):
         assert others == pytest.approx(losses, abs=1e-5)
         torch.testing.assert_close(changed, weights, rtol=1e-5, atol=1e-5)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.stand_ins.cases import call_for_each
 from torch import nn
 
 from accelerate import PartialState, load_checkpoint_and_dispatch, load_checkpoint_in_model
@@ -37,12 +38,12 @@ def fill(path: str, broadcast: bool) -> Any:
     return {name: tensor.full_tensor().tolist() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_a_sharded_model_gets_its_parts(run: Run, tmp_path: Path, broadcast: bool) -> None:
-    expected = build().state_dict()
-    save_file(expected, tmp_path / "model.safetensors")
-    for found in run(fill, str(tmp_path / "model.safetensors"), broadcast, processes=2):
-        assert found == {name: tensor.tolist() for name, tensor in expected.items()}
+def test_a_sharded_model_gets_its_parts(run: Run, tmp_path: Path) -> None:
+    expected, path = build().state_dict(), tmp_path / "model.safetensors"
+    save_file(expected, path)
+    whole = {name: tensor.tolist() for name, tensor in expected.items()}
+    cases = [(str(path), False), (str(path), True)]  # read on all ranks, and received from rank 0
+    assert run(call_for_each, fill, cases, processes=2) == [[whole, whole]] * 2
 
 
 def refuse(path: str, broadcast: bool) -> tuple[str, bool]:
@@ -62,13 +63,14 @@ def refuse(path: str, broadcast: bool) -> tuple[str, bool]:
     return str(caught.value), bool((loaded.full_tensor() == 7).all())
 
 
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_weights_that_do_not_fit_are_named_on_all_ranks(run: Run, tmp_path: Path, broadcast: bool) -> None:
-    save_file({"0.weight": torch.full((4, 3), 7.0)}, tmp_path / "model.safetensors")
-    for said, loaded in run(refuse, str(tmp_path / "model.safetensors"), broadcast, processes=2):
-        assert f"{tmp_path}/model.safetensors does not fit this" in said
-        assert "it lacks 0.bias, 1.weight, 1.bias" in said
-        assert loaded, "without strict, what there is is loaded"
+def test_weights_that_do_not_fit_are_named_on_all_ranks(run: Run, tmp_path: Path) -> None:
+    path = str(tmp_path / "model.safetensors")
+    save_file({"0.weight": torch.full((4, 3), 7.0)}, path)
+    for found in run(call_for_each, refuse, [(path, False), (path, True)], processes=2):
+        for said, loaded in found:
+            assert f"{path} does not fit this" in said
+            assert "it lacks 0.bias, 1.weight, 1.bias" in said
+            assert loaded, "without strict, what there is is loaded"
 
 
 class Tied(nn.Module):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.cases import call_for_each
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -73,9 +74,8 @@ def clip_on_meshes(sharded: bool) -> None:
     check_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_gradients_on_different_meshes_are_clipped_as_on_one_process(run: Run, sharded: bool) -> None:
-    run(clip_on_meshes, sharded)
+def test_gradients_on_different_meshes_are_clipped_as_on_one_process(run: Run) -> None:
+    run(call_for_each, clip_on_meshes, [False, True])
 
 
 def build() -> nn.Sequential:
@@ -102,13 +102,13 @@ def prepare_sharded(version: int | None) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("version", [None, 1, 2])
-def test_models_that_are_sharded_already_are_refused(run: Run, version: int | None) -> None:
-    *others, wrapped = run(prepare_sharded, version)[0]
-    expected = ["Sequential.1 is already sharded by fully_shard"] if version == 1 else []
-    expected += ["Sequential.0 is already distributed over a device mesh"] if version else []
-    assert all(text in error for text, error in zip(expected, others, strict=True))
-    assert "FullyShardedDataParallel is already wrapped" in wrapped
+def test_models_that_are_sharded_already_are_refused(run: Run) -> None:
+    versions = [None, 1, 2]
+    for version, errors in zip(versions, run(call_for_each, prepare_sharded, versions)[0], strict=True):
+        expected = ["Sequential.1 is already sharded by fully_shard"] if version == 1 else []
+        expected += ["Sequential.0 is already distributed over a device mesh"] if version else []
+        expected += ["FullyShardedDataParallel is already wrapped"]
+        assert all(text in error for text, error in zip(expected, errors, strict=True)), version
 
 
 def prepare_with_units_of_its_own() -> Any:

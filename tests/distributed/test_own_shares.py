@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.cases import call_for_each
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
@@ -212,36 +213,29 @@ def resume_run(
 
 
 RESUMED = [
-    (dispatch, sizes, kind, stateful)
+    (kind, stateful, dispatch, sizes)
     for dispatch, sizes in [(None, [5, 4, 6]), (None, [5, 4, 6, 1]), (False, [5, 4, 6, 1]), (False, [9, 1])]
     for kind in ("skips", "resumes")
     for stateful in (False, True)
 ]
 IN_GATE = [
-    (None, [5, 4, 6], "skips", True),
-    (None, [5, 4, 6, 1], "resumes", False),
-    (False, [5, 4, 6, 1], "resumes", True),
-    (False, [9, 1], "skips", False),
+    ("skips", True, None, [5, 4, 6]),
+    ("resumes", False, None, [5, 4, 6, 1]),
+    ("resumes", True, False, [5, 4, 6, 1]),
+    ("skips", False, False, [9, 1]),
 ]
 
 
 @pytest.mark.parametrize(
-    ("dispatch", "sizes", "kind", "stateful"),
-    [pytest.param(*case, marks=[] if case in IN_GATE else pytest.mark.slow) for case in RESUMED],
+    "cases",
+    [IN_GATE, pytest.param([case for case in RESUMED if case not in IN_GATE], marks=pytest.mark.slow)],
+    ids=["some", "others"],
 )
-def test_resumed_shards_match_an_uninterrupted_run(
-    run: Run,
-    dispatch: bool | None,
-    sizes: list[int],
-    kind: str,
-    stateful: bool,
-    tmp_path: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for rank in run(resume_run, kind, stateful, dispatch, sizes, timeout=120):
-        for interrupted, whole in rank:
-            assert interrupted == whole
+def test_resumed_shards_match_an_uninterrupted_run(run: Run, cases: list[Any]) -> None:
+    for rank in run(call_for_each, resume_run, cases, timeout=300):
+        for case, results in zip(cases, rank, strict=True):
+            for interrupted, whole in results:
+                assert interrupted == whole, case
 
 
 def stop_in_the_middle(folder: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.cases import call_for_each
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -108,13 +109,10 @@ def compare_with_plain(kind: type[Net]) -> tuple[list[float], int]:
     return differences, model.forwards
 
 
-@pytest.mark.parametrize("kind", [SkipsByValue, OtherFunctions, SkipsBySetting])
-def test_branches_of_later_batches_are_exact(run: Run, kind: type[Net]) -> None:
-    for differences, _ in run(compare_with_plain, kind, processes=2):
-        assert max(differences) < 1e-5
-
-
-def test_a_trace_leaves_the_attributes_of_a_model(run: Run) -> None:
-    for differences, forwards in run(compare_with_plain, Counting, processes=2):
-        assert max(differences) < 1e-5
-        assert forwards == 12  # of six batches with two micro-batches
+def test_branches_of_later_batches_are_exact(run: Run) -> None:
+    kinds = [SkipsByValue, OtherFunctions, SkipsBySetting, Counting]
+    for found in run(call_for_each, compare_with_plain, kinds, processes=2):
+        for kind, (differences, _) in zip(kinds, found, strict=True):
+            assert max(differences) < 1e-5, kind
+        # A trace leaves the attributes of a model: six batches have two micro-batches.
+        assert found[-1][1] == 12
