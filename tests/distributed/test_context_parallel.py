@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -356,7 +357,10 @@ class Mixing(Reader):
             hidden = hidden + hidden.mean(1, keepdim=True) * (self.num_calls >= 4)
         elif self.kind == "right":
             hidden = self.drop(self.normalize(hidden))
-        return self.out(hidden)
+        logits: torch.Tensor = self.out(hidden)
+        if self.kind == "shifted labels":
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        return logits
 
 
 def refuse_mixing(kind: str) -> str:
@@ -389,7 +393,7 @@ MIXES = {
 
 
 def test_models_that_combine_positions_by_more_than_attention_are_refused(run: Run) -> None:
-    kinds = ["convolution", "recurrent", "sum", "last", "mean", "shift", "own positions"]
+    kinds = ["convolution", "recurrent", "sum", "last", "mean", "shift", "own positions", "shifted labels"]
     kinds += ["sum of long sequences", "in training", "later", *MIXES, "right"]
     for texts in run(call_for_each, refuse_mixing, kinds, timeout=120):
         found = dict(zip(kinds, texts, strict=True))
@@ -414,8 +418,20 @@ def chosen_mean(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor)
     return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")[mask.bool()].mean()
 
 
+def pooled(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.mean(1), targets[:, 0] * 0)
+
+
+def of_probabilities(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """A focal loss whose sums are over entries of the vocabulary."""
+    chosen = F.one_hot(targets.flatten(), logits.shape[-1])
+    right = (logits.flatten(0, 1).softmax(-1) * chosen).sum(1)
+    return -((1 - right).square() * right.log()).mean()
+
+
 def plain_mean(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean() + logits.square().mean()
+    losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return losses.mean() + logits.square().mean() + F.mse_loss(logits, torch.ones_like(logits))
 
 
 def mean_of_all(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -454,7 +470,8 @@ def gradients_of(
 
 def compare_losses(parallelism: dict[str, Any]) -> dict[str, float | str]:
     found: dict[str, float | str] = {}
-    for loss_of in (masked_mean, mean_of_rows, chosen_mean, plain_mean, mean_of_all, divergence):
+    refused, exact = (masked_mean, mean_of_rows, chosen_mean, pooled), (plain_mean, mean_of_all, divergence)
+    for loss_of in (*refused, *exact, of_probabilities):
         expected = gradients_of(loss_of, {}) if loss_of is not mean_of_all else gradients_of(masked_mean, {})
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
@@ -472,7 +489,67 @@ def test_losses_outside_of_the_model_are_those_of_whole_sequences_or_refused(
     run: Run, parallelism: dict[str, Any]
 ) -> None:
     for found in run(compare_losses, parallelism):
-        for name in ("masked_mean", "mean_of_rows", "chosen_mean"):
+        for name in ("masked_mean", "mean_of_rows", "chosen_mean", "pooled"):
             assert "different derivatives by the sums over positions" in found[name]
-        for name in ("plain_mean", "mean_of_all", "divergence"):
+        for name in ("plain_mean", "mean_of_all", "divergence", "of_probabilities"):
             assert found[name] < 1e-3, name
+
+
+def train_sums(parallelism: dict[str, Any], how: str) -> list[torch.Tensor]:
+    """Returns weights after windows of two micro-batches with different numbers of labels."""
+    set_seed(0)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=2,
+        parallelism_config=ParallelismConfig(**parallelism) if parallelism else None,
+    )
+    model: Any = Reader("by module")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(texts(), batch_size=BATCH))
+
+    def count(whole: torch.Tensor) -> torch.Tensor:
+        return (whole[:, 1:] % 3 == 0).sum()
+
+    def train_on(whole: torch.Tensor) -> None:
+        tokens = whole[:, :-1].clone()
+        labels = whole[:, 1:].where(whole[:, 1:] % 3 == 0, -100)
+        positions = torch.arange(LENGTH).expand(len(tokens), -1).clone()
+        buffers = [tokens, labels, positions]
+        with accelerator.maybe_context_parallel(buffers, [1, 1, 1], set(buffers)):
+            inside = (
+                accelerator.accumulate(model, num_items=(labels != -100).sum()) if how == "inside" else None
+            )
+            with inside or nullcontext():
+                guesses = model(tokens, positions).flatten(0, 1)
+                accelerator.backward(F.cross_entropy(guesses, labels.flatten(), reduction="sum"))
+                if how != "windows":
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    if how == "windows":
+        for window in accelerator.windows(loader, num_items=count):
+            for whole in window:
+                train_on(whole)
+            optimizer.step()
+            optimizer.zero_grad()
+    else:
+        for whole in loader:
+            outside = accelerator.accumulate(model, num_items=count(whole)) if how == "outside" else None
+            with outside or nullcontext():
+                train_on(whole)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["inside", "outside", "windows"])
+def test_items_may_be_counted_in_whole_sequences_or_in_parts(run: Run, how: str) -> None:
+    expected = run(train_sums, {}, how, processes=1)[0]
+    for found in run(train_sums, {"cp_size": 2}, how):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def count_before_ulysses() -> None:
+    with pytest.raises(ConfigurationError, match="num_items counts whole sequences"):
+        train_sums({"sp_size": 2, "sp_backend": "torch"}, "outside")
+
+
+def test_items_of_whole_sequences_are_refused_for_parts_of_ulysses(run: Run) -> None:
+    run(count_before_ulysses)

@@ -25,7 +25,7 @@ from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.held_gradients import HeldGradients
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.parallelism_config import Data, axes_with
+from accelerate.parallelism_config import Data, MeshAxis, axes_with
 from accelerate.recovery import ReplicaGroups
 from accelerate.state import DrivingLoader, GradientState, mesh_sizes, step_clock
 
@@ -82,6 +82,7 @@ class Accumulation:
         is_joined: Whether ranks may have different numbers of batches now.
         is_driven: Whether a loader begins the micro-batches, and not `accumulate`.
         loss_factor: Factor of losses while a loader begins the micro-batches, besides that of the window.
+        num_parts: Number of ranks that divide the sequences whose items each of them has counted, or 1.
         trained: Optimizers of the current windows of several micro-batches, by models.
     """
 
@@ -95,6 +96,7 @@ class Accumulation:
         self.strategy, self.gradients, self.prepared = strategy, gradients, prepared
         self.groups = groups
         self.is_driven, self.loss_factor = False, 1.0
+        self.num_parts = 1
         self.current: MicroBatches | None = None
         self.weighting: LossWeighting | None = None
         self.is_joined = False
@@ -271,6 +273,7 @@ class Accumulation:
                 partial(num_copies, self.strategy),
                 partial(_held_gradients, self.prepared),
             )
+        self.num_parts = 1
         if current.position == 0:
             current.items.begin()
         self.advance(current, models)
@@ -287,6 +290,23 @@ class Accumulation:
 
     def _end_items(self) -> None:
         self.weighting = None
+
+    def divided(self, block: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+        """Returns a block in which ranks have parts of the sequences whose items may have been counted."""
+        if self.weighting is not None and self.weighting.counts_items and not isinstance(block, nullcontext):
+            sizes = mesh_sizes(self.strategy.loader_mesh)
+            self.num_parts = prod(sizes.get(axis.value, 1) for axis in (MeshAxis.CP, MeshAxis.SP))
+        return block
+
+    def _of_whole(self, loss: Tensor) -> Tensor:
+        """Returns a sum over the part of this rank in the mean over the items of whole sequences."""
+        if mesh_sizes(self.strategy.loader_mesh).get(MeshAxis.SP.value, 1) > 1:  # models sum over whole ones
+            raise ConfigurationError(
+                "num_items counts whole sequences, and a loss in maybe_context_parallel covers the positions "
+                "of this rank. With sp_size, leave out maybe_context_parallel, or call "
+                "accumulate(num_items=...) inside of it with the items of this rank."
+            )
+        return loss * self.num_parts
 
     def _check_items(self, current: MicroBatches, num_items: Any) -> None:
         """Raises an error for a micro-batch that does not fit into its window."""
@@ -319,6 +339,8 @@ class Accumulation:
         """Returns a loss times its weight in the window."""
         if self.weighting is not None:
             loss = self.weighting.scale(loss)
+            if self.num_parts > 1:
+                loss = self._of_whole(loss)
             return loss * 0 if self.is_filler else loss
         if self.is_driven:
             loss = loss * self.loss_factor

@@ -546,8 +546,8 @@ class Accelerator(ProcessControl):
         Args:
             *models: Prepared models that are trained in this step.
             num_items: Number of items (tokens, pixels, samples) in the losses of this micro-batch on this
-                rank, as a number or a tensor with one element. It is passed in all micro-batches of a window
-                or in none.
+                rank, as a number or a tensor with one element. Before `maybe_context_parallel`, it is the
+                number of items in whole sequences. It is passed in all micro-batches of a window or in none.
         """
         return self._accumulation.accumulate(models, num_items)
 
@@ -1090,9 +1090,10 @@ class Accelerator(ProcessControl):
             StateError: No object has been prepared yet.
             ConfigurationError: The dimensions do not fit the buffers, or a sequence cannot be sharded.
         """
-        return self._cp_context(
+        block = self._cp_context(
             buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers
         )
+        return self._accumulation.divided(block)
 
     def check_isolation(self, model: nn.Module, batch: Any, boundaries: Any = None) -> None:
         """Raises an error if the documents of packed sequences in a batch affect each other.

@@ -121,6 +121,7 @@ class Window:
     def _next_batch(self) -> Any:
         is_first = len(self._batches) == self._length
         batch, metadata = self._batches.popleft()
+        self._accumulation.num_parts = 1
         is_last = not self._batches
         if is_last:
             if self._reader.counts_items:

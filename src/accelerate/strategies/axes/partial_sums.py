@@ -44,23 +44,28 @@ class PartialSums:
     def _end(self, model: nn.Module, args: Any, outputs: Any) -> None:
         self._num_forwards -= 1
 
-    def watch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Records the derivative by the output of a function in the backward pass, if it is such a sum."""
+    def watch(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, length: int
+    ) -> None:
+        """Records the derivative by the output of a function in the backward pass, if it is such a sum.
+
+        Args:
+            length: Number of positions of this rank.
+        """
         if self._num_forwards or not isinstance(output, Tensor) or not output.requires_grad:
             return
         values = args[0] if args else None
         if not isinstance(values, Tensor) or not must_compare(self._num_steps + 1):
             return
-        of_rows = values.ndim == 2 and output.shape == values.shape[:1]
-        if values.ndim == 0 or not (output.ndim == 0 or of_rows):
-            return
         is_loss = getattr(func, "__module__", "") == nn.functional.__name__
-        if func in _MEANS or (is_loss and kwargs.get("reduction", "mean") == "mean"):
-            divisor = values.numel() // max(output.numel(), 1)
-        elif func in _SUMS or (is_loss and kwargs.get("reduction") == "sum"):
-            divisor = 1
-        else:
+        is_mean = func in _MEANS or (is_loss and kwargs.get("reduction", "mean") == "mean")
+        if not (is_mean or func in _SUMS or (is_loss and kwargs.get("reduction") == "sum")):
             return
+        is_whole = values.ndim > 0 and output.ndim == 0
+        is_of_rows = not is_loss and values.ndim > 1 and values.shape[1] == length
+        if not (is_whole or (is_of_rows and _dim(args, kwargs) in (1, 1 - values.ndim))):
+            return
+        divisor = values.numel() // max(output.numel(), 1) if is_mean else 1
         output.register_hook(partial(self._record, divisor))  # type: ignore[no-untyped-call]
 
     def _record(self, divisor: int, gradient: Tensor) -> None:
@@ -93,3 +98,9 @@ class PartialSums:
                     "accelerator.reduce(number, 'mean') instead, or use a mean of cross_entropy or "
                     "accelerator.lm_loss."
                 )
+
+
+def _dim(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the dimension that a sum or mean reduces, or None for several or all."""
+    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
+    return dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim

@@ -8,6 +8,7 @@ beginning of the sequences in both ways.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -67,8 +68,9 @@ def check_forward(
             f"{name} computes other outputs on shards of sequences than on whole sequences "
             f"(relative difference {compared.difference:.1e}), so context parallelism would train another "
             "model. Only attention by scaled_dot_product_attention may combine positions, and positions must "
-            "be an argument of the model and one of the buffers. Set cp_size=1 for convolutions, recurrent "
-            "layers and means over a sequence."
+            "be an argument of the model and one of the buffers. Labels must not be shifted by the model: "
+            "shift them before, and pass them to models of transformers as shift_labels. Set cp_size=1 for "
+            "convolutions, recurrent layers and means over a sequence."
         )
     if compared.buffer:
         raise ConfigurationError(
@@ -89,6 +91,7 @@ class Comparison(NamedTuple):
         whole_error: Error of the forward on whole sequences, or None.
         buffer: Name of a buffer with other values, or "".
         draw: Draw on which the outputs depend, and which ranks compute with different numbers, or "".
+        numbers: Outputs without dimensions, such as losses, on shards and on whole sequences.
     """
 
     difference: float = 0.0
@@ -96,6 +99,7 @@ class Comparison(NamedTuple):
     whole_error: str | None = None
     buffer: str = ""
     draw: str = ""
+    numbers: tuple[tuple[float, float], ...] = ()
 
 
 def _compare(
@@ -127,15 +131,19 @@ def _compare(
             except Exception as error:
                 result = result._replace(whole_error=f"{type(error).__name__}: {error}")
             else:
-                pairs = zip(found.outputs, expected.outputs, strict=False)
+                pairs = list(zip(found.outputs, expected.outputs, strict=False))
                 differences = [_difference(*pair, shards, chunk) for pair in pairs]
+                numbers = tuple(
+                    (float(own), float(right)) for own, right in pairs if own.ndim == right.ndim == 0
+                )
                 buffer = different_buffer(found, expected, tolerance)
-                result = Comparison(max(differences, default=0.0), buffer=buffer, draw=draw)
+                result = Comparison(max(differences, default=0.0), None, None, buffer, draw, numbers)
     gathered: list[tuple[Comparison, int]] = gather_in_group((result, states), shards.mesh.get_group())
     results = [each for each, _ in gathered]
     have_same_states = all(state == states for _, state in gathered)
+    of_numbers = map(_difference_of_numbers, zip(*(each.numbers for each in results), strict=False))
     return Comparison(
-        max(each.difference for each in results),
+        max(*(each.difference for each in results), *of_numbers),
         next((each.own_error for each in results if each.own_error is not None), None),
         next((each.whole_error for each in results if each.whole_error is not None), None),
         next((each.buffer for each in results if each.buffer), ""),
@@ -216,6 +224,19 @@ def _difference(own: Tensor, whole: Tensor, shards: LatestShards, chunk: int | N
     norm = float(whole.norm(dim=-1).square().mean().sqrt())
     difference = float((own - whole).norm(dim=-1).nan_to_num(0.0).max())
     return difference / norm if norm else difference
+
+
+def _difference_of_numbers(pairs: tuple[tuple[float, float], ...]) -> float:
+    """Returns the difference of the mean or the sum of the ranks' numbers from that of whole sequences.
+
+    Args:
+        pairs: Number of each rank on shards and on whole sequences.
+    """
+    own, (right, *_) = zip(*pairs, strict=True)
+    size = max(map(abs, (*own, right)))
+    if not size or not math.isfinite(sum(own) + right):
+        return 0.0
+    return min(abs(sum(own) / len(own) - right), abs(sum(own) - right)) / size
 
 
 def _attend_as_before(attention: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:

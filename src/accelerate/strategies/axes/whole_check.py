@@ -266,9 +266,10 @@ def _refuse_differences(name: str, ranks: SequenceRanks, results: list[Result], 
         )
     if not all(each.num_attentions for each in results):
         raise ConfigurationError(
-            f"The forward of {name} has not called an attention function that {ranks.sizes} replaces, so "
-            "each rank would attend to its own positions only. Choose attention by "
-            "scaled_dot_product_attention, for models of transformers by attn_implementation='sdpa', wrap "
+            f"The forward of {name} has not called an attention function that {ranks.sizes} replaces, or not "
+            "with the positions of its inputs alone, so each rank would attend to its own positions only. "
+            "Add tokens to the inputs of the model, and choose attention by scaled_dot_product_attention, "
+            "for models of transformers by attn_implementation='sdpa', wrap "
             f"another function by accelerate.utils.sequence_parallel_attention, or set {ranks.ones}. A head "
             "is a part of the model whose attention it follows: prepare them as one module."
         )

@@ -132,5 +132,5 @@ class BlockLosses(TorchFunctionMode):
         if func is torch.nn.functional.kl_div and kwargs.get("reduction") == "batchmean" and args[0].ndim > 2:
             (total,) = sum_over(self._shards, output)
             return _with_value(output * len(self._shards.sizes), total)
-        self._sums.watch(func, args, kwargs, output)
+        self._sums.watch(func, args, kwargs, output, self._shards.own)
         return output
