@@ -246,6 +246,7 @@ class Launched:
                 ((), signal.SIGTERM, "1"),
                 ((), signal.SIGINT, "1"),
                 ((), signal.SIGINT, "2"),
+                ((), signal.SIGHUP, "2"),
                 (BACKGROUND, signal.SIGTERM, "1"),
                 (BACKGROUND, signal.SIGTERM, "2"),
                 (BACKGROUND, signal.SIGINT, "2"),
@@ -263,6 +264,7 @@ def test_ending_the_launcher_ends_its_processes(
     ended = launched.wait()
     assert ended.code == 128 + number, ended.err
     assert f"{number.name} ended all processes" in ended.err
+    assert "the run failed" not in ended.err
     assert "Traceback" not in ended.err or count == "1"
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 

@@ -22,7 +22,7 @@ from accelerate.base import ConfigurationError, attach, end_with_parent, environ
 from accelerate.commands.kubernetes import MANIFESTS, as_manifest
 from accelerate.commands.utils import DEVICE_PROBES, Subparsers, entry_point, make_parser
 from accelerate.launch import (
-    CONSOLE_EVENTS,
+    FORWARDED,
     RECORDED,
     Kind,
     LaunchPlan,
@@ -107,7 +107,7 @@ DESCRIPTION = (
 DEFAULT_FILE = "default file"
 PARSERS = ("HfArgumentParser", "TrlParser", "jsonargparse", "LightningCLI", "tyro", "fire", "hydra", "click")
 """Names in scripts whose arguments are not written in them."""
-ENDED_BY_USER = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, *CONSOLE_EVENTS))
+ENDED_BY_USER = tuple(128 + number for number in FORWARDED)
 """Exit codes of a run that the user ended, unless the launcher recorded that ranks failed."""
 
 
@@ -195,7 +195,12 @@ def launch_command(args: argparse.Namespace) -> None:
 
 
 def check_script(target: Target) -> None:
-    """Raises an error if a script does not exist, or is a folder that Python cannot run."""
+    """Raises an error for a script that does not exist, a folder without one, and the path of a module."""
+    if target.kind == "module" and "/" in target.name:
+        raise ConfigurationError(
+            f"{shown(target.name)} is a path, and --module takes a name with dots, such as package.train. "
+            "Leave out --module to run a file."
+        )
     is_folder = os.path.isdir(target.name)
     path = os.path.join(target.name, "__main__.py") if is_folder else target.name
     if target.kind != "script" or os.path.exists(path):
@@ -212,7 +217,8 @@ def _find_late_flags(target: Target) -> list[str]:
     given = [word.split("=", 1)[0] for word in target.arguments if word.startswith("--")]
     if not given or target.kind != "script":
         return []
-    text = _source_with_local_modules(Path(target.name))
+    script = Path(target.name)
+    text = _source_with_local_modules(script / "__main__.py" if script.is_dir() else script)
     if any(parser in text for parser in PARSERS):
         return []
     names = {f"--{row.name}" for row in all_options().values()}

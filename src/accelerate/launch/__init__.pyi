@@ -1,6 +1,6 @@
 from accelerate.launch.attempts import keep as keep, open_folder as open_folder
 from accelerate.launch.children import (
-    CONSOLE_EVENTS as CONSOLE_EVENTS,
+    FORWARDED as FORWARDED,
     GRACE_VARIABLE as GRACE_VARIABLE,
     NOTES as NOTES,
     SIGKILL as SIGKILL,

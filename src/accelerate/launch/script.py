@@ -56,23 +56,24 @@ SCRIPT = Script()
 
 
 def run_script(words: list[str]) -> None:
-    """Runs a module, or a script in the existing `__main__`, where pickle looks up names."""
+    """Runs a module, or a script or folder in the existing `__main__`, where pickle looks up names."""
     if words[0] == "-m":
         sys.path[0] = str(Path.cwd())
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
-    script = words[0]
-    sys.path[0] = str(Path(script).resolve().parent)
+    script = Path(words[0]).absolute()
+    if script.is_dir():
+        script /= "__main__.py"
+    sys.path[0] = str(script.resolve().parent)
     sys.argv = words
     namespace = vars(sys.modules["__main__"])
     preserved = {
         name: namespace[name] for name in ("__name__", "__builtins__", "__loader__", "__spec__", "__doc__")
     }
     namespace.clear()
-    path = str(Path(script).absolute())
-    namespace.update(preserved, __file__=path, __doc__=None, __package__=None, __cached__=None)
-    exec(compile(Path(script).read_bytes(), path, "exec"), namespace)
+    namespace.update(preserved, __file__=str(script), __doc__=None, __package__=None, __cached__=None)
+    exec(compile(script.read_bytes(), str(script), "exec"), namespace)
 
 
 def report(error: BaseException) -> None:

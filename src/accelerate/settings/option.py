@@ -74,6 +74,7 @@ class Option:
     variables: tuple[str, ...]  # several when the value is a tuple with a variable for each element
     aliases: tuple[str, ...] = ()  # variables that are read where the first is absent, and never written
     choices: tuple[str, ...] = ()  # accepted values, or empty for any
+    words: tuple[str, ...] = ()  # the same for a text that the parser of flags accepts
     limits: tuple[float, float] | None = None  # minimum and maximum, or None for any 64-bit number
     negations: tuple[str, ...] = ()  # flags that say no, where a switch has one of its own
     ask: str | None = None  # question of the questionnaire, or None
@@ -98,7 +99,7 @@ class Option:
         if self.kind in (int, float) and not least <= result <= most:
             span = f"{least} to {most}"
             raise wrong_value(where, value, "this number is out of range", f"Use one from {span}")
-        return self._choose(result, value, where) if self.choices else result
+        return self._choose(result, value, where) if self.choices or self.words else result
 
     def _convert(self, value: object) -> Any:
         result = READERS[self.kind](value)
@@ -109,11 +110,13 @@ class Option:
         return tuple(_read_bool(part) for part in result)
 
     def _choose(self, result: object, value: object, where: str) -> Any:
-        for choice in self.choices:
-            if str(result).lower() == choice.lower():
+        text = "no" if value is False else str(result).lower()  # YAML reads `no` as a boolean
+        choices = self.choices or self.words
+        for choice in choices:
+            if text == choice.lower():
                 return choice if self.kind is str else result
         reason = "this is not one of the accepted values"
-        raise wrong_value(where, value, reason, f"Use one of {', '.join(self.choices)}")
+        raise wrong_value(where, value, reason, f"Use one of {', '.join(choices)}")
 
 
 def _read_bool(value: object) -> bool:

@@ -108,13 +108,14 @@ def test_arguments_like_abbreviated_flags_reach_the_script(tmp_path: Path) -> No
     [
         ("absent.py", "There is no script 'absent.py' here."),
         ("folder", "'folder' is a folder without __main__.py."),
+        ("-m folder/train.py", "'folder/train.py' is a path, and --module takes a name with dots"),
     ],
 )
 def test_a_script_that_does_not_exist_is_not_started(
     tmp_path: Path, command: str, script: str, text: str
 ) -> None:
     (tmp_path / "folder").mkdir()
-    ended = run([*ACCELERATE, command, "--cpu", "--num_processes", "2", script], tmp_path)
+    ended = run([*ACCELERATE, command, "--cpu", "--num_processes", "2", *script.split()], tmp_path)
     assert ended.returncode == 2
     assert text in ended.stderr, ended.stderr
     assert "Traceback" not in ended.stderr

@@ -51,6 +51,15 @@ def test_a_script_runs_as_under_plain_python(script: Path, tmp_path: Path, other
     assert ours.stdout == plain.stdout
 
 
+def test_a_folder_runs_as_under_plain_python(script: Path, tmp_path: Path) -> None:
+    script.rename(tmp_path / "__main__.py")
+    plain, ours = run(tmp_path.parent, str(tmp_path)), run(tmp_path.parent, str(ENTRY), str(tmp_path))
+    assert plain.returncode == ours.returncode == 0
+    # Python sets `__spec__` and `__package__` of a folder, and this package does not.
+    names, others = (output.splitlines()[0].split(" ")[:4] for output in (plain.stdout, ours.stdout))
+    assert names == others
+
+
 def test_a_module_runs_as_under_plain_python(script: Path, tmp_path: Path) -> None:
     plain, ours = run(tmp_path, "-m", "witness", "x"), run(tmp_path, str(ENTRY), "-m", "witness", "x")
     assert plain.returncode == ours.returncode == 0

@@ -75,6 +75,12 @@ def test_nested_values_reach_their_options(tmp_path: Path) -> None:
     assert values["use_parallelism_config"] is True
 
 
+def test_no_without_quotes_is_the_value_no(tmp_path: Path) -> None:
+    path = write(tmp_path, "mixed_precision: no\ndynamo_config: {dynamo_backend: NO}\n")
+    values = config_file.read_layer(path, "file").values
+    assert dict(values) == {"mixed_precision": "no", "dynamo_backend": "no"}
+
+
 def test_empty_entries_are_ignored(tmp_path: Path) -> None:
     path = write(tmp_path, "num_processes:\nfsdp_config:\nmixed_precision: bf16\n")
     assert dict(config_file.read_layer(path, "file").values) == {"mixed_precision": "bf16"}
@@ -176,8 +182,8 @@ def mapping_with_every_key() -> dict[str, Any]:
 
 
 def other_value(row: Option) -> Any:
-    if row.choices:
-        return row.choices[-1]
+    if choices := row.choices or row.words:
+        return choices[-1]
     if row.kind is tuple:
         return [True, False, True] if isinstance(row.default, tuple) else ["a", "b"]
     return {bool: not row.default, int: row.limits[1] if row.limits else 7, float: 0.5, str: "other"}[

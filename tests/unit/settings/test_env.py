@@ -25,8 +25,8 @@ def other_value(row: Option) -> Any:
     """A value that differs from the built-in one."""
     if row.name in SWITCHED_ON:
         return SWITCHED_ON[row.name]
-    if row.choices:
-        read = [row.read(choice, "") for choice in row.choices]
+    if choices := row.choices or row.words:
+        read = [row.read(choice, "") for choice in choices]
         return next((value for value in read if value != row.default), row.default)
     if row.kind is tuple:
         return (True, False, True)

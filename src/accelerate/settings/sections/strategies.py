@@ -175,6 +175,7 @@ class FsdpSection(Section):
         "FSDP 1: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, or their numbers.",
         ask="What is sharded?",
         offers=tuple(FSDP_SHARDING_STRATEGY),
+        words=(*FSDP_SHARDING_STRATEGY, *"12345"),
     )
     fsdp_reshard_after_forward: str = option(
         "true",
@@ -189,6 +190,7 @@ class FsdpSection(Section):
         "How the model is cut into units: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP.",
         ask="How is the model cut into units?",
         offers=tuple(FSDP_AUTO_WRAP_POLICY),
+        words=tuple(FSDP_AUTO_WRAP_POLICY),
     )
     fsdp_transformer_layer_cls_to_wrap: str | None = optional(
         "TRANSFORMER_BASED_WRAP: class names of the layers that become units, separated by commas.",
@@ -202,11 +204,13 @@ class FsdpSection(Section):
         "FSDP 1: when the next unit is fetched in backward: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH.",
         ask="When is the next unit fetched in backward?",
         offers=tuple(FSDP_BACKWARD_PREFETCH),
+        words=tuple(FSDP_BACKWARD_PREFETCH),
     )
     fsdp_state_dict_type: str | None = optional(
         "How checkpoints are written: FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT.",
         ask="How are checkpoints written?",
         offers=tuple(FSDP_STATE_DICT_TYPE),
+        words=tuple(FSDP_STATE_DICT_TYPE),
     )
     fsdp_forward_prefetch: bool = _fsdp1_option(
         False, "FSDP 1: fetch the next unit during forward (true or false).", ask=True
@@ -397,6 +401,7 @@ class ContextParallelSection(_MeshSection):
         "How context parallelism exchanges keys and values: allgather or alltoall.",
         ask="How does context parallelism exchange keys and values?",
         offers=("allgather", "alltoall"),
+        words=("allgather", "alltoall"),
     )
 
 
