@@ -289,9 +289,6 @@ def _policy_of(plugin: Any, model: nn.Module) -> Any:
 
 # Units
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules without a forward, whose parameters would not be gathered."""
-
 
 class UnitParameter(NamedTuple):
     """Parameter of a unit, with its module and its name in the model."""
@@ -307,7 +304,7 @@ def choose_units(plugin: object, model: nn.Module) -> list[nn.Module]:
     A module with a parameter that is tied to the rest of the model becomes no unit.
     """
     policy = _policy_of(plugin, model)
-    candidates = [unit for unit in find_units(model, policy) if not isinstance(unit, _CONTAINERS)]
+    candidates = [unit for unit in find_units(model, policy) if not _is_container(unit)]
     tied = _owners_of_tied(model)
     split = {id(unit) for unit in candidates if _splits_tied(unit, tied)}
     if split:
@@ -321,6 +318,11 @@ def choose_units(plugin: object, model: nn.Module) -> list[nn.Module]:
             "needs the most memory. Name its layers in transformer_cls_names_to_wrap, or set min_num_params."
         )
     return [unit for unit in candidates if id(unit) not in split]
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Returns whether a module has no forward, such as nn.ModuleList, so FSDP would not gather parameters."""
+    return getattr(module.forward, "__func__", None) is nn.Module.forward
 
 
 def find_float32_modules(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:

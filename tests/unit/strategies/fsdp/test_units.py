@@ -28,6 +28,17 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(2)
         self.linear = nn.Linear(2, 2)
 
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(inputs))  # type: ignore[no-any-return]
+
+
+class Layers(nn.Module):
+    """A namespace whose modules other code calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(2)
+
 
 def model() -> Any:
     return nn.ModuleDict({"enter": nn.Linear(2, 2), "blocks": nn.ModuleList([Block(), Block()])})
@@ -60,9 +71,12 @@ def test_modules_tied_to_other_modules_are_no_units(caplog: pytest.LogCaptureFix
 
 
 def test_containers_are_never_called_and_no_units(caplog: pytest.LogCaptureFixture) -> None:
-    policy = lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, nn.ModuleList)  # noqa: E731
+    kinds = (nn.ModuleList, Layers)
+    policy = lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, kinds)  # noqa: E731
+    net = model()
+    net["layers"] = Layers()
     with caplog.at_level(logging.WARNING):
-        assert choose_units(plugin(auto_wrap_policy=policy), model()) == []
+        assert choose_units(plugin(auto_wrap_policy=policy), net) == []
     assert "finds no module in ModuleDict: it is sharded as one unit" in caplog.text
 
 
