@@ -1228,6 +1228,9 @@ class Accelerator(ProcessControl):
             project_name: Name of the experiment.
             config: Hyperparameters to store at the start.
             init_kwargs: Further arguments of single trackers, by tracker name.
+
+        Raises:
+            ConfigurationError: `init_kwargs` has another key than names of trackers.
         """
         self._trackers.start(self.log_with, project_name, self._runtime.request.project, config, init_kwargs)
 

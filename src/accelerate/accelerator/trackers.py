@@ -41,6 +41,10 @@ class Trackers:
 
         In a run with replica groups, those of the main process start later if another group has it now.
         """
+        named = {*tracking.LOGGER_TYPE_TO_CLASS, *(getattr(kind, "name", kind) for kind in kinds)}
+        if unknown := sorted({*(init_kwargs or ())} - named):
+            fix = f"Use names among {', '.join(sorted(map(str, named)))}"
+            raise wrong_value("init_kwargs", unknown, "its keys are names of trackers", fix)
         self.running = [
             tracking.build_tracker(kind, project_name, project.logging_dir, init_kwargs or {})
             for kind in kinds

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def notebook_launcher(
         LaunchError: A process fails. The message has its traceback.
     """
     mixed_precision = plain_value(mixed_precision)
-    _check_arguments(function, mixed_precision, num_nodes, node_rank)
+    _check_arguments(function, num_processes, mixed_precision, num_nodes, node_rank)
     backend = hardware_table.CPU if parse_flag_from_env("ACCELERATE_USE_CPU") else hardware_table.detect()
     if backend.own_runtime:
         _run_replicas(function, args, num_processes, mixed_precision)
@@ -138,9 +139,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
         ConfigurationError: An argument is invalid, or there is an `Accelerator` already.
         LaunchError: A process fails. The message has its traceback.
     """
-    _check_arguments(function, "no", 1, 0)
-    if num_processes < 1:
-        raise wrong_value("num_processes", num_processes, "at least one process is needed", "Give at least 1")
+    _check_arguments(function, num_processes)
     _check_notebook(hardware_table.CPU)
     with tempfile.TemporaryDirectory() as folder:
         variables = {
@@ -164,10 +163,17 @@ def test_launch() -> None:
 test_launch.__test__ = False  # type: ignore[attr-defined]  # pytest would collect it in modules that import it
 
 
-def _check_arguments(function: object, precision: str, machines: int, machine: int) -> None:
+def _check_arguments(
+    function: object, processes: object, precision: str = "no", machines: int = 1, machine: int = 0
+) -> None:
     if not callable(function):
         fix = "Pass the function itself, and its arguments in `args`"
         raise wrong_value("function", function, "it cannot be called", fix, TypeError)
+    if processes is not None and (not isinstance(processes, Integral) or processes < 1):
+        reason = (
+            "at least one process is needed" if isinstance(processes, Integral) else "it is no whole number"
+        )
+        raise wrong_value("num_processes", processes, reason, "Give at least 1")
     names = [str(kind.value) for kind in PrecisionType]
     if precision not in names:
         raise wrong_value("mixed_precision", precision, "no such precision", f"Use one of {', '.join(names)}")
@@ -180,8 +186,6 @@ def _num_workers(requested: int | None, backend: DeviceBackend) -> int:
     limit = 1 if backend.is_host or backend.comm is None else backend.count()
     if requested is None:
         return limit
-    if requested < 1:
-        raise wrong_value("num_processes", requested, "at least one process is needed", "Give at least 1")
     if requested > limit and not backend.is_host:
         fix = f"Give at most {limit}, or set ACCELERATE_USE_CPU=true to train on the CPU"
         raise wrong_value("num_processes", requested, f"the limit of {backend.label} is {limit} here", fix)

@@ -88,7 +88,8 @@ class ProcessControl:
             themselves.
 
         Raises:
-            ConfigurationError: The inputs have no length, or those of a dictionary have different lengths.
+            ConfigurationError: The inputs have no length or cannot be sliced, or those of a dictionary have
+                different lengths.
         """
         size, rank = self.num_processes, self.process_index
         yield inputs if size == 1 else split_for_rank(inputs, size, rank, apply_padding)
@@ -262,7 +263,10 @@ def split_for_rank(inputs: Any, size: int, rank: int, apply_padding: bool = Fals
     if type(inputs).__module__.partition(".")[0] == "datasets" and hasattr(inputs, "select"):
         rows: Any = range(start, end) or []  # datasets checks the start of an empty range
         return inputs.select([*rows, *[last] * padding] if padding else rows)
-    shard = inputs[start:end]
+    try:
+        shard = inputs[start:end]
+    except TypeError:
+        raise _not_splittable(inputs, "it has no order, or cannot be sliced") from None
     if padding == 0:
         return shard
     last_element = inputs[last : last + 1]
@@ -298,10 +302,14 @@ def _length(inputs: Any) -> int:
     try:
         return len(inputs)
     except TypeError:
-        raise ConfigurationError(
-            f"A {type(inputs).__name__} cannot be split between processes: it has no length. Pass a list, "
-            "tuple, dictionary, tensor, array or dataset; turn a generator into a list first."
-        ) from None
+        raise _not_splittable(inputs, "it has no length") from None
+
+
+def _not_splittable(inputs: object, reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"A {type(inputs).__name__} cannot be split between processes: {reason}. Pass a list, tuple, "
+        "dictionary, tensor, array or dataset; turn a generator or a set into a list first."
+    )
 
 
 def _is_of_leader() -> bool:

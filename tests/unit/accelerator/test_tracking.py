@@ -61,6 +61,13 @@ def test_running_trackers_are_found_by_name() -> None:
         accelerator.get_tracker("wandb")
 
 
+def test_arguments_of_a_tracker_that_does_not_exist_are_refused() -> None:
+    accelerator = Accelerator(cpu=True, log_with=Notebook())
+    accelerator.init_trackers("project", init_kwargs={"notebook": {}, "wandb": {"tags": ["a"]}})
+    with pytest.raises(ConfigurationError, match=r"init_kwargs=\['wandbb'\]: its keys are names of trackers"):
+        accelerator.init_trackers("project", init_kwargs={"wandbb": {"tags": ["a"]}})
+
+
 def test_without_trackers_calls_have_no_effect() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.init_trackers("project", config={"a": 1})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict, deque
 from typing import Any
 
 import numpy as np
@@ -128,6 +128,12 @@ def test_entries_of_different_length_are_refused() -> None:
 @pytest.mark.parametrize("inputs", [3, iter([1]), {"a": 3}])
 def test_inputs_without_a_length_are_refused(inputs: Any) -> None:
     with pytest.raises(ConfigurationError, match="has no length"):
+        split_for_rank(inputs, 2, 0)
+
+
+@pytest.mark.parametrize("inputs", [{1, 2, 3}, deque([1, 2, 3])])
+def test_inputs_that_cannot_be_sliced_are_refused(inputs: Any) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be sliced"):
         split_for_rank(inputs, 2, 0)
 
 
