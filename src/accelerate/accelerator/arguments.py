@@ -63,6 +63,14 @@ _HANDLERS: dict[str, type[plugins.KwargsHandler]] = {
 }
 """Field -> class of its handler in `kwargs_handlers`."""
 
+_KINDS = {
+    "dataloader_config": plugins.DataLoaderConfiguration,
+    "project_config": plugins.ProjectConfiguration,
+    "gradient_accumulation_plugin": plugins.GradientAccumulationPlugin,
+    "dynamo_plugin": plugins.TorchDynamoPlugin,
+}
+"""Argument of `Accelerator` -> class of its value, besides those of `_PLUGINS`."""
+
 DeepSpeedPlugins: TypeAlias = "plugins.DeepSpeedPlugin | dict[str, plugins.DeepSpeedPlugin] | None"
 
 Value = TypeVar("Value")
@@ -84,6 +92,9 @@ def build_request(environ: Mapping[str, str], **arguments: Any) -> strategies.Ru
     """
     arguments = {name: plain_value(value) for name, value in arguments.items()}
     _refuse_older_plugin(arguments, environ)
+    for name, kind in _KINDS.items():
+        if arguments[name] is not None:
+            _check_kind(name, arguments[name], kind, TypeError)
     for name, alternative, effect in _EXCLUSIVE:
         value = arguments[name]
         if value not in (None, 1) and arguments[alternative] is not None:
@@ -249,10 +260,14 @@ def _plugin(
     kind = find_kind()
     if plugin is None:
         return kind()
-    if not isinstance(plugin, kind):
-        reason, fix = f"it is not a {kind.__name__}", f"Pass {kind.__name__}(...)"
-        raise wrong_value(name, type(plugin).__name__, reason, fix, error)
+    _check_kind(name, plugin, kind, error)
     return plugin
+
+
+def _check_kind(name: str, value: object, kind: type, error: Any) -> None:
+    if not isinstance(value, kind):
+        reason, fix = f"it is not a {kind.__name__}", f"Pass {kind.__name__}(...)"
+        raise wrong_value(name, type(value).__name__, reason, fix, error)
 
 
 def _deepspeed(arguments: _Arguments, environ: Mapping[str, str]) -> DeepSpeedPlugins:

@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
@@ -106,7 +107,7 @@ def find_executable_batch_size(
         The function without its first argument, or a decorator.
 
     Raises:
-        TypeError: At the call, if the caller passes a batch size.
+        TypeError: `starting_batch_size` is not a whole number, or the caller passes a batch size.
         NoExecutableBatchSizeError: At the call, if the size reaches zero. It is a `RuntimeError`.
         ConfigurationError: At the call, if `reduce_batch_size_fn` does not return a smaller size.
         StateError: At the call, if another rank fails, or waits in a collective for one that ran out of
@@ -118,6 +119,9 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
+    if isinstance(starting_batch_size, bool) or not isinstance(starting_batch_size, Integral):
+        reason, fix = "it is not a whole number", "Pass an integer of at least 1"
+        raise wrong_value("starting_batch_size", starting_batch_size, reason, fix, TypeError)
     reduce_size: Callable[..., int] = reduce_batch_size_fn or (lambda size: size // 2)
     takes_size = bool(inspect.signature(reduce_size).parameters)
     fitting = starting_batch_size

@@ -221,7 +221,7 @@ def test_fsdp_and_mesh_are_enabled_by_arguments_or_the_environment() -> None:
     assert given.parallelism is mesh
 
 
-@pytest.mark.parametrize("argument", ["fsdp_plugin", "parallelism_config"])
+@pytest.mark.parametrize("argument", ["fsdp_plugin", "parallelism_config", "dataloader_config"])
 def test_an_object_of_another_kind_is_refused(argument: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{argument}='dict': it is not a"):
         build(passed(**{argument: {}}), {})

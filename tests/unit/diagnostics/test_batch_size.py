@@ -113,6 +113,12 @@ def test_starting_at_zero_is_refused() -> None:
         find_executable_batch_size(Recorder(fits=1), starting_batch_size=0)()
 
 
+@pytest.mark.parametrize("size", ["8", 2.5, None])
+def test_a_start_that_is_not_a_whole_number_is_refused(size: Any) -> None:
+    with pytest.raises(TypeError, match=f"starting_batch_size={size!r}: it is not a whole number"):
+        find_executable_batch_size(Recorder(1), starting_batch_size=size)
+
+
 def test_other_exceptions_pass() -> None:
     @find_executable_batch_size(starting_batch_size=4)
     def train(batch_size: int) -> None:
