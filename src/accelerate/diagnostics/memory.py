@@ -119,9 +119,10 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    if isinstance(starting_batch_size, bool) or not isinstance(starting_batch_size, Integral):
+    start: object = starting_batch_size
+    if isinstance(start, bool) or not isinstance(start, Integral):
         reason, fix = "it is not a whole number", "Pass an integer of at least 1"
-        raise wrong_value("starting_batch_size", starting_batch_size, reason, fix, TypeError)
+        raise wrong_value("starting_batch_size", start, reason, fix, TypeError)
     reduce_size: Callable[..., int] = reduce_batch_size_fn or (lambda size: size // 2)
     takes_size = bool(inspect.signature(reduce_size).parameters)
     fitting = starting_batch_size

@@ -232,7 +232,7 @@ def _difference_of_numbers(pairs: tuple[tuple[float, float], ...]) -> float:
     Args:
         pairs: Number of each rank on shards and on whole sequences.
     """
-    own, (right, *_) = zip(*pairs, strict=True)
+    own, right = [number for number, _ in pairs], pairs[0][1]
     size = max(map(abs, (*own, right)))
     if not size or not math.isfinite(sum(own) + right):
         return 0.0
