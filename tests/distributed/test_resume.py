@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -92,6 +93,30 @@ class Backwards(Sampler[int]):
         return SAMPLES
 
 
+class Noisy(Numbers):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.noise = random.Random(5)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(index)]), torch.ones(3) * self.noise.random()
+
+
+class Passes(Sampler[int]):
+    """Draws from a generator of its own, and counts its passes."""
+
+    def __init__(self) -> None:
+        self.passes, self.drawn = 0, np.random.default_rng(5)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(np.roll(self.drawn.permutation(SAMPLES), self.passes).tolist())
+
+
 def build(kind: str, workers: int = 0) -> DataLoader[Any]:
     shared: dict[str, Any] = {"num_workers": workers, "batch_size": BATCH}
     match kind:
@@ -111,6 +136,8 @@ def build(kind: str, workers: int = 0) -> DataLoader[Any]:
             return DataLoader(Numbers(), sampler=RandomSampler(Numbers(), replacement=True), **shared)
         case "sampler":
             return DataLoader(Numbers(), sampler=Backwards(), **shared)
+        case "own states":
+            return DataLoader(Numbers() if workers else Noisy(), sampler=Passes(), **shared)
         case "batch sampler":
             return DataLoader(Numbers(), batch_sampler=Batches(), num_workers=workers)  # type: ignore[arg-type]
     return DataLoader(Numbers(), shuffle=True, **shared)
@@ -183,8 +210,9 @@ def check(
         pytest.param("shuffled", {"use_constant_memory_sampler": True}, marks=pytest.mark.slow),
         pytest.param("shuffled", {"dispatch_batches": True}, marks=pytest.mark.slow),
         ("stream", {}),
+        ("own states", {}),
     ],
-    ids=["sharded", "constant memory", "dispatched", "stream"],
+    ids=["sharded", "constant memory", "dispatched", "stream", "own states"],
 )
 def test_interrupted_equals_uninterrupted(run: Run, kind: str, config: dict[str, Any]) -> None:
     check(run, kind, 0, config, 2, [(0, 2), (1, 6)])

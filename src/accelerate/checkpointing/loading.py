@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from accelerate.base import (
     RNG_STATE_NAME,
+    SAMPLER_NAME,
     CheckpointError,
     as_builtin,
     expect,
@@ -32,6 +33,7 @@ from accelerate.checkpointing.folder import name_of
 from accelerate.checkpointing.items import GeneratorsPart
 from accelerate.checkpointing.manifest import Manifest
 from accelerate.checkpointing.parts import CheckpointReader
+from accelerate.data_loader import resume
 from accelerate.logging import get_logger
 from accelerate.state import Consensus, Topology
 
@@ -316,7 +318,10 @@ def check_registered(reader: CheckpointReader, registered: Sequence[str]) -> Non
 def announce_surplus(reader: CheckpointReader) -> None:
     """Warns of objects in a checkpoint that this run does not have."""
     surplus = sorted(
-        name for name in reader.names or () if OBJECT_FILES.fullmatch(name) and name not in reader.requested
+        name
+        for name in reader.names or ()
+        if OBJECT_FILES.fullmatch(name) and name not in reader.requested
+        if not name.startswith(SAMPLER_NAME) or resume.continues(reader.read(name))
     )
     if surplus:
         logger.warning(

@@ -169,8 +169,17 @@ class StatefulDatasetShard(IterableDatasetShard):
 
 
 def has_state(dataset: object) -> bool:
-    """Returns whether a dataset can save and restore its position."""
-    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+    """Returns whether a dataset can save and restore its position without a loss of samples."""
+    has_methods = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+    return has_methods and not _has_shuffle_buffer(getattr(dataset, "_ex_iterable", None))
+
+
+def _has_shuffle_buffer(stage: Any) -> bool:
+    """Returns whether a stream of `datasets` has a shuffle buffer, whose samples are not in its state."""
+    if stage is None:
+        return False
+    inner = [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())]
+    return type(stage).__name__ == "BufferShuffledExamplesIterable" or any(map(_has_shuffle_buffer, inner))
 
 
 def with_state(shard: IterableDatasetShard) -> IterableDatasetShard:

@@ -5,19 +5,14 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from accelerate.base import wrong_value
+from accelerate.data_loader.generators import find_generators, package_of, state_of
 from accelerate.ops import Transport
-
-_DEPTH = 12
-"""Nested objects of a dataset that are searched for random generators."""
 
 
 class NativeShard(NamedTuple):
@@ -30,7 +25,7 @@ class NativeShard(NamedTuple):
 
 def native_shard(dataset: object, groups: int, group: int) -> NativeShard | None:
     """Returns the shard of one group of a dataset that shards itself, of any length, or None."""
-    library = _package_of(dataset)
+    library = package_of(dataset)
     if library == "datasets":  # streams: by their files, or by every n-th sample
         given = getattr(dataset, "_distributed", None)
         if given is None:
@@ -92,33 +87,5 @@ def _num_shards(dataset: object) -> int | None:
 
 def generator_states(dataset: object) -> list[Any]:
     """Returns the states of the random generators in a dataset and in its objects of the same package."""
-    package = _package_of(dataset)
-    getters: dict[type, Callable[[Any], Any]] = {
-        torch.Generator: lambda generator: generator.get_state().tolist(),
-        random.Random: lambda generator: generator.getstate(),
-        np.random.Generator: lambda generator: repr(generator.bit_generator.state),
-        np.random.RandomState: lambda generator: repr(generator.get_state()),
-    }
-    visited: set[int] = set()
-
-    def walk(value: object, depth: int) -> Iterator[Any]:
-        if depth > _DEPTH or id(value) in visited:
-            return
-        visited.add(id(value))
-        parts: Iterable[Any] = ()
-        if isinstance(value, tuple(getters)):
-            yield next(get_state(value) for kind, get_state in getters.items() if isinstance(value, kind))
-        elif isinstance(value, Mapping):
-            parts = value.values()
-        elif isinstance(value, (list, tuple)):
-            parts = value
-        elif _package_of(value) == package and hasattr(value, "__dict__"):
-            parts = vars(value).values()
-        for part in list(parts):
-            yield from walk(part, depth + 1)
-
-    return list(walk(dataset, 0))
-
-
-def _package_of(value: object) -> str:
-    return type(value).__module__.partition(".")[0]
+    states = map(state_of, find_generators(dataset))
+    return [state.tolist() if isinstance(state, torch.Tensor) else repr(state) for state in states]

@@ -7,12 +7,13 @@ that start in the middle of an epoch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from accelerate import rng
+from accelerate.data_loader import own_states
 from accelerate.data_loader.iterable_shard import ReadSegment
 from accelerate.data_loader.plan import ShardPlan
 from accelerate.data_loader.samplers import batch_samplers_of
@@ -74,6 +75,7 @@ class Tracker:
     workers_epoch: int | None = None  # in which persistent workers started first; None before
     was_left_early: bool = False  # the latest pass ended before its last batch
     stream_may_be_over: bool = False  # the dataset has its state from the end of an epoch
+    initial_values: dict[int, dict[str, Any]] = field(default_factory=dict)  # of samplers, by `id`
 
     @property
     def position(self) -> Position:
@@ -103,25 +105,30 @@ class Tracker:
         """
         restored, self.restored = self.restored, None
         states = None if restored is None else restored.position.start_states
+        samples = () if restored is None else restored.streams.get("samples", ())
         begun = start._replace(
             epoch=loader.iteration, is_over=False, ends_step=True, workers_epoch=self.workers_epoch
         )
         if states is None:
-            own_states = [generator.get_state() for generator in generators_of(loader)]
-            states = {"global": rng.capture_on_cpu(), "generators": own_states}
+            states = {"global": rng.capture_on_cpu(), **capture_generators(loader)}
             self.position = begun._replace(start_states=states, read_states=None)
             return lambda: None
         now, sampler = rng.capture(), loader.get_sampler()
         self.position = begun._replace(start_states=states, read_states=None)
         restore_start(loader)
+
+        def continue_reading() -> None:
+            rng.restore(now)
+            own_states.restore_samples(loader, samples)
+
         if all(state is not None for state in states["generators"]):
-            return lambda: rng.restore(now)
+            return continue_reading
         # A run of one process has begun the pass, and the sampler drew in its own way from torch's generator.
         own, sampler.generator = sampler.generator, None
 
         def order_is_drawn() -> None:
             sampler.generator = own
-            rng.restore(now)
+            continue_reading()
 
         return order_is_drawn
 
@@ -156,10 +163,21 @@ def generators_of(loader: Any) -> list[torch.Generator]:
     return list({id(generator): generator for generator in generators}.values())
 
 
+def capture_generators(loader: Any) -> dict[str, Any]:
+    """Returns the states of the generators of a loader, and those of its samplers."""
+    generators = generators_of(loader)
+    return {
+        "generators": [generator.get_state() for generator in generators],
+        "samplers": own_states.capture_order(loader, generators),
+    }
+
+
 def restore_start(loader: Any) -> None:
     """Sets the random generators to their states at the start of the pass, except one that was not there."""
     states = loader.tracker.position.start_states
     rng.restore(states["global"])
-    for generator, state in zip(generators_of(loader), states["generators"], strict=True):
+    generators = generators_of(loader)
+    for generator, state in zip(generators, states["generators"], strict=True):
         if state is not None:
             generator.set_state(state)
+    own_states.restore_order(loader, generators, states.get("samplers", ()))

@@ -111,7 +111,7 @@ def prepare_data_loader(
         XLA device the first one inside an `MpDeviceLoaderWrapper`.
 
     Raises:
-        PreparationError: If the loader is a prepared one.
+        PreparationError: If the loader is a prepared one, or of a class that overrides `__iter__`.
         ConfigurationError: If settings contradict each other, see `plan`; if `use_constant_memory_sampler` is
             set for a sampler with replacement; if `num_replicas` and `rank` are not those of this process.
     """
@@ -120,6 +120,7 @@ def prepare_data_loader(
             f"{dataloader!r} is prepared already: sharding it again would lose data. "
             "Prepare the loader it was made from."
         )
+    _refuse_own_iteration(dataloader)
     num_processes = PartialState().num_processes if num_processes is None else num_processes
     process_index = PartialState().process_index if process_index is None else process_index
     target = (device or PartialState().device) if put_on_device else None
@@ -166,6 +167,17 @@ def prepare_data_loader(
         if is_xla:  # torch_xla's own loader moves batches
             loader = wrapper_for_xla()(loader, target)
     return loader  # type: ignore[no-any-return]
+
+
+def _refuse_own_iteration(loader: DataLoader[Any]) -> None:
+    """Raises an error for a subclass of torch's loader that changes its batches or their number."""
+    kind = type(loader)
+    if not kind.__iter__.__module__.startswith(("torch.", "torchdata.")):
+        raise PreparationError(
+            f"{kind.__name__} overrides __iter__ of DataLoader. A prepared loader reads the dataset, the "
+            "sampler and the collate function, so it would yield other batches. Change batches in collate_fn "
+            "or in the loop, or iterate over the loader without prepare."
+        )
 
 
 def _decide(

@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 from accelerate import rng, torch_private
 from accelerate.base import CheckpointError
+from accelerate.data_loader import own_states
 from accelerate.data_loader.iterable_shard import ReadSegment, state_of_dataset, stream_with_state
 from accelerate.data_loader.permutation import ConstantMemorySampler, SeedableRandomSampler
 from accelerate.data_loader.plan import ShardPlan
@@ -33,6 +34,7 @@ from accelerate.data_loader.position import (
     Position,
     Restored,
     Tracker,
+    capture_generators,
     generators_of as generators_of,
     is_tracked as is_tracked,
 )
@@ -79,7 +81,7 @@ def capture(loader: Any) -> dict[str, Any] | None:
         "used": [list(segment) for segment in position.used],
         "num_workers": loader.num_workers,
         "start": position.start_states,
-        "generators": [generator.get_state() for generator in generators_of(loader)],
+        **capture_generators(loader),
         "seed": getattr(loader.get_sampler(), "initial_seed", None),
         "computes_order": _computes_order(loader),
         "workers_epoch": tracker.workers_epoch if is_between else position.workers_epoch,
@@ -89,6 +91,12 @@ def capture(loader: Any) -> dict[str, Any] | None:
 def is_state(state: object) -> bool:
     """Returns whether an object is a state that `capture` returned, in any version."""
     return isinstance(state, Mapping) and {"version", "seen", "consumed", "generators"} <= state.keys()
+
+
+def continues(state: Mapping[str, Any]) -> bool:
+    """Returns whether the next pass of a loader with a state differs from the first one of a new loader."""
+    is_within = state["seen"] and not state["is_over"]
+    return bool(is_within or state["generators"] or state.get("samplers"))
 
 
 def restore(loader: Any, state: Mapping[str, Any], streams: Mapping[str, Any] | None = None) -> None:
@@ -103,6 +111,8 @@ def restore(loader: Any, state: Mapping[str, Any], streams: Mapping[str, Any] | 
     _refuse_other_sampler(loader, state)
     _refuse_order_drawn_while_read(loader, restored)
     start = _match_generators(loader, state["generators"], position.start_states)
+    own_states.restore_order(loader, generators_of(loader), state.get("samplers", ()))
+    own_states.restore_samples(loader, restored.streams.get("samples", ()))
     if state.get("seed") is not None and hasattr(sampler := loader.get_sampler(), "initial_seed"):
         sampler.initial_seed = state["seed"]
     loader.set_epoch(position.epoch)
@@ -150,6 +160,8 @@ def _decode(loader: Any, state: Mapping[str, Any], streams: Mapping[str, Any]) -
     position = position._replace(stream=stream, read_states=streams.get("read") if is_same else None)
     mode: Any = "dispatch" if state.get("is_dispatched") else "shard"
     mode = "already_sharded" if state.get("own_shares") else mode
+    if groups != loader.plan.groups:  # the samples of a rank are others
+        streams = {name: value for name, value in streams.items() if name != "samples"}
     plan = ShardPlan(mode, groups, batch_size=rows, global_batch_size=state.get("global_batch_size"))
     return Restored(position, plan, dict(state), dict(streams), by_torchdata)
 
@@ -302,27 +314,29 @@ def _saved_stream(loader: Any, streams: Mapping[str, Any]) -> Any:
 
 
 def capture_stream(loader: Any) -> dict[str, Any]:
-    """Returns the position of this process in a dataset that is read in order, if it has one.
+    """Returns what only this process has of the position, such as that in a dataset that is read in order.
 
-    It contains the state of the dataset, and the random states before the next batch was read.
+    It contains the state of the dataset, the random states before the next batch was read, and those of the
+    generators of a map-style dataset and of the collate function.
     """
     if not is_tracked(loader):
         return {}
     position: Position = loader.position
     if loader.tracker.restored is not None:  # nothing was read since it was loaded
         return dict(loader.tracker.restored.streams)
+    samples = own_states.capture_samples(loader)
+    drawn: dict[str, Any] = {"samples": samples} if samples else {}
     if position.read_states is None:
-        return _capture_state(loader)
+        return {**drawn, **_capture_state(loader)}
     # Generators differ between ranks, and the first samples of the epoch are read again to pad its end.
-    drawn = {"read": position.read_states, "order": {"start": position.start_states}}
+    drawn |= {"read": position.read_states, "order": {"start": position.start_states}}
     return {**drawn, **_capture_state(loader)}
 
 
 def _capture_state(loader: Any) -> dict[str, Any]:
     position: Position = loader.position
     if loader.plan.mode == "already_sharded":  # ranks shuffle by random states of their own
-        generators = [generator.get_state() for generator in generators_of(loader)]
-        return {"order": {"start": position.start_states, "generators": generators}}
+        return {"order": {"start": position.start_states, **capture_generators(loader)}}
     if not position.seen or (position.is_over and loader.torchdata_resumes):
         return _state_between_epochs(loader)
     if not loader.torchdata_resumes:

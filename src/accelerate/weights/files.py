@@ -16,6 +16,7 @@ import pickle
 import re
 import stat
 import struct
+import threading
 import warnings
 import zipfile
 from collections import OrderedDict, deque
@@ -160,10 +161,14 @@ DAMAGE_ERRORS = (
 """Exceptions that torch raises for a damaged file."""
 
 
+_accepted_names = threading.RLock()
+"""Held while torch accepts further names: at its end, `safe_globals` removes them for all threads."""
+
+
 def read_torch(path: Target, map_location: MAP_LOCATION = None, **options: Any) -> Any:
     """Reads a file of `torch.save`, as `load` does."""
     try:
-        with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS), warnings.catch_warnings():
+        with _accepted_names, torch.serialization.safe_globals(TORCH_SAFE_GLOBALS), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
             return torch.load(path, map_location=map_location, **{"weights_only": True, **options})
     except pickle.UnpicklingError as error:
@@ -177,7 +182,7 @@ def read_torch(path: Target, map_location: MAP_LOCATION = None, **options: Any) 
 
 def refused_globals(path: Path) -> list[str]:
     """Returns the names in a file of `torch.save` that `read_torch` refuses, without running any code."""
-    with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
+    with _accepted_names, torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
 
 

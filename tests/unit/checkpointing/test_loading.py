@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.base import CheckpointError, ConfigurationError
@@ -178,6 +179,26 @@ def test_saved_states_without_an_object_give_a_warning(
     caplog.clear()
     loading.announce_surplus(CheckpointReader(tmp_path))
     assert caplog.text == ""
+
+
+@pytest.mark.usefixtures("states")
+def test_a_new_loader_for_each_evaluation_gives_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    loaders = [accelerator.prepare(DataLoader([1, 2, 3])) for _ in range(2)]  # type: ignore[arg-type]
+    for loader in loaders:
+        list(loader)
+    accelerator.save_state(tmp_path / "between")
+    for _ in loaders[1]:
+        accelerator.save_state(tmp_path / "within")
+        break
+    accelerator.free_memory()
+    accelerator.prepare(DataLoader([1, 2, 3]))  # type: ignore[arg-type]
+    accelerator.load_state(tmp_path / "between")
+    assert "sampler_1.bin" not in caplog.text
+    accelerator.load_state(tmp_path / "within")
+    assert "sampler_1.bin" in caplog.text
 
 
 def test_a_checkpoint_with_more_registered_objects_is_refused(tmp_path: Path) -> None:

@@ -271,6 +271,16 @@ def test_preparing_twice_is_refused() -> None:
         prepare(prepare(DataLoader([1, 2])))
 
 
+class Doubling(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return (batch * 2 for batch in super().__iter__())
+
+
+def test_a_loader_with_its_own_iteration_is_refused() -> None:
+    with pytest.raises(PreparationError, match="Doubling overrides __iter__"):
+        prepare(Doubling([1, 2]))  # type: ignore[arg-type]
+
+
 def test_the_plan_is_shown() -> None:
     assert (
         repr(prepare(DataLoader([1, 2]), 2, 1))

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.base import CheckpointError
@@ -78,6 +79,30 @@ class StreamWithState(IterableDataset[Any]):
         self.index = state["index"]
 
 
+class Noisy(Plain):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.noise = random.Random(5)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(index)]), torch.ones(3) * self.noise.random()
+
+
+class Passes(Sampler[int]):
+    """Draws from a generator of its own, and counts its passes."""
+
+    def __init__(self) -> None:
+        self.passes, self.drawn = 0, np.random.default_rng(5)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(np.roll(self.drawn.permutation(SAMPLES), self.passes).tolist())
+
+
 def build(kind: str, workers: int) -> DataLoader[Any]:
     shared: dict[str, Any] = {"num_workers": workers, "batch_size": BATCH}
     match kind:
@@ -89,6 +114,8 @@ def build(kind: str, workers: int) -> DataLoader[Any]:
             return DataLoader(Plain(), sampler=RandomSampler(Plain(), replacement=True), **shared)
         case "batch sampler":
             return DataLoader(Plain(), batch_sampler=Batches(), num_workers=workers)  # type: ignore[arg-type]
+        case "own states":
+            return DataLoader(Plain() if workers else Noisy(), sampler=Passes(), **shared)
         case "in order":
             return DataLoader(Augmented() if not workers else Plain(), **shared)
         case "stream":
@@ -101,6 +128,7 @@ KINDS = (
     "own generator",
     "with replacement",
     "batch sampler",
+    "own states",
     "in order",
     "stream",
     "stream with state",
@@ -252,6 +280,23 @@ def test_advance_equals_reading(source: Any, count: int) -> None:
     iterator = iter(source)
     advance(iterator, count)
     assert list(iterator) == whole[count:]
+
+
+def test_a_stream_with_a_shuffle_buffer_loses_no_sample() -> None:
+    datasets = pytest.importorskip("datasets")
+    accelerator = Accelerator(cpu=True)
+
+    def prepare() -> Any:
+        rows = datasets.Dataset.from_dict({"x": list(range(SAMPLES))})
+        stream = rows.to_iterable_dataset().shuffle(seed=3, buffer_size=8)
+        return accelerator.prepare(DataLoader(stream, BATCH))
+
+    loader, again, order = prepare(), prepare(), []
+    for batch in loader:
+        order.append(batch["x"].tolist())
+        if len(order) == 3:
+            resume.restore(again, resume.capture(loader), resume.capture_stream(loader))  # type: ignore[arg-type]
+    assert [batch["x"].tolist() for batch in accelerator.skip_first_batches(again, 3)] == order[3:]
 
 
 def test_the_state_after_the_last_batch_is_over_and_the_next_epoch_is_not() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from accelerate.weights import (
     load,
     read_safetensors,
     read_torch,
+    refused_values,
     save,
     write_safetensors,
     write_torch,
@@ -67,6 +69,12 @@ def test_a_malicious_file_runs_no_code(tmp_path: Path) -> None:
     assert not mark.exists()
     read_torch(path, weights_only=False)
     assert mark.exists()
+
+
+def test_threads_read_arrays_at_the_same_time() -> None:
+    arrays = [{"state": np.arange(4)} for _ in range(400)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(refused_values, arrays)) == [{}] * len(arrays)
 
 
 def test_arrays_of_numbers_are_read(tmp_path: Path) -> None:
