@@ -46,6 +46,8 @@ def find_generators(owner: object, entries: float = float("inf"), apart: Iterabl
             return
         visited.add(id(value))
         parts: Iterable[Any] = ()
+        if isinstance(value, random.SystemRandom):  # has no state
+            return
         if isinstance(value, tuple(_ACCESS)):
             yield value
         elif isinstance(value, (Mapping, list, tuple)):

@@ -83,13 +83,13 @@ def _changed(loader: Any, owner: Any) -> dict[str, Any]:
 
 
 def _initial_values(loader: Any, owner: Any) -> dict[str, Any]:
-    known: dict[int, dict[str, Any]] = loader.tracker.initial_values
-    return known.setdefault(id(owner), _values(owner))
+    known: dict[int, tuple[Any, dict[str, Any]]] = loader.tracker.initial_values
+    return known.setdefault(id(owner), (owner, _values(owner)))[1]
 
 
 def _values(owner: Any) -> dict[str, Any]:
-    """Returns the numbers and strings of an object. Those of `set_epoch` are set by the epoch."""
-    if hasattr(owner, "set_epoch"):
+    """Returns the numbers and strings of an object."""
+    if hasattr(owner, "set_epoch"):  # they depend on the epoch, which is set in each pass
         return {}
     return {name: value for name, value in vars(owner).items() if isinstance(value, _VALUES)}
 

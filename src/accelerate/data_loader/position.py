@@ -75,7 +75,7 @@ class Tracker:
     workers_epoch: int | None = None  # in which persistent workers started first; None before
     was_left_early: bool = False  # the latest pass ended before its last batch
     stream_may_be_over: bool = False  # the dataset has its state from the end of an epoch
-    initial_values: dict[int, dict[str, Any]] = field(default_factory=dict)  # of samplers, by `id`
+    initial_values: dict[int, tuple[Any, dict[str, Any]]] = field(default_factory=dict)  # of samplers by `id`
 
     @property
     def position(self) -> Position:
