@@ -65,6 +65,17 @@ class MicroBatches:
             _warn_of_uncertain()
         return ends_pass
 
+    def ends_after_pass(self, gradients: GradientState) -> bool:
+        """Returns whether this micro-batch is that of the last batch of a pass that has ended."""
+        driver, self.driver = self.driver, None
+        is_late = driver is not None and driver.reads_ahead and gradients.sync_with_dataloader
+        if is_late and self.num_steps > 1:
+            logger.warning_once(
+                "The loop reads the next batch before the micro-batch of a batch, so the last but one batch "
+                "of a pass has ended a window, too. Iterate over accelerator.windows(loader) instead."
+            )
+        return is_late
+
 
 class Accumulation:
     """Position within a window, and the scale of its losses.
@@ -162,7 +173,7 @@ class Accumulation:
         if gradients.only_pass != 0:
             ends_pass = current.ends_pass(gradients)
         else:
-            current.driver = None
+            ends_pass = current.ends_after_pass(gradients)
         if "global_batch_size" in options and (part := self.step_part()) is not None:
             is_last, current.step = part.is_last, 0 if part.is_last else current.step + 1
         elif ends_pass:

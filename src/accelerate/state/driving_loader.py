@@ -20,11 +20,14 @@ class DrivingLoader:
 
     Attributes:
         is_uncertain: Whether an outer loader, whose pass ended with the batch before, drives the loop, too.
+        reads_ahead: Whether the last batch of a pass was read in the micro-batch of the batch before, so that
+            its own micro-batch follows after the pass.
     """
 
     def __init__(self, prefers_unfinished: bool = False) -> None:
         self.prefers_unfinished = prefers_unfinished
-        self.is_uncertain = False
+        self.is_uncertain = self.reads_ahead = False
+        self._began_at_second = False  # two batches were read before the first micro-batch of the pass
         self._reference: weakref.ref[Any] | None = None
         self._others: set[int] = set()  # outer ones, whose passes ended with the batch before
         self._positions: dict[int, tuple[Any, Any]] = {}  # of all loaders in the micro-batch before
@@ -56,6 +59,9 @@ class DrivingLoader:
         if loader is None:
             return False
         batch = (id(loader), *_position(loader))
+        if batch[:2] != self._batch[:2]:
+            self._began_at_second = batch[2] == 2
+        self.reads_ahead = self._began_at_second and bool(loader.end_of_dataloader)
         if batch != self._batch:
             self._batch, self._calls_before, self._calls = batch, self._calls, 0
         self._calls += 1

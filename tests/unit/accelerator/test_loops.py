@@ -298,6 +298,20 @@ def test_a_warning_names_the_loader_that_drives_the_loop_if_that_is_uncertain(
     assert "has chosen one that goes on" in caplog.text
 
 
+def read_ahead(main: Any, other: Any) -> Iterator[Any]:
+    batches = iter(main)
+    batch = next(batches)
+    while batch is not None:
+        following = next(batches, None)
+        yield batch
+        batch = following
+
+
+def test_a_warning_names_a_loop_that_reads_ahead(caplog: pytest.LogCaptureFixture) -> None:
+    assert updates_of(read_ahead, (8, 5)) == [3, 6, 7, 8, 11, 14, 15, 16]
+    assert "reads the next batch before the micro-batch" in caplog.text
+
+
 def test_the_last_batch_may_be_divided_into_micro_batches() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model = new_model()
