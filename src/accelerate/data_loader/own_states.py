@@ -31,7 +31,7 @@ def capture_order(loader: Any, known: Sequence[torch.Generator]) -> list[Any]:
     """Returns the states of the samplers of the user, and of an iterable dataset without a state dict.
 
     Args:
-        known: Generators whose states are saved elsewhere.
+        known: Generators whose states are saved as those of the loader.
     """
     return [
         {"generators": [state_of(generator) for generator in generators], "values": _changed(loader, owner)}
