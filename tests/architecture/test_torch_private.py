@@ -60,6 +60,7 @@ OF_OTHERS = {
     "_zero3_consolidated_16bit_state_dict": "deepspeed",
     "_remove_module_hooks": "deepspeed",
     "_distributed": "datasets",
+    "_ex_iterable": "datasets",
     "_orig_name": "torch_xla",
     "_hf_hook": "hooks of the interface, on modules",
     "_old_forward": "hooks of the interface, on modules",
