@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.cases import call_for_each
 from torch import Tensor, nn
 
 from accelerate import Accelerator, DiLoCo
@@ -175,11 +176,14 @@ def expected(ranks: int, interval: int, steps: int, dtype: torch.dtype, options:
     return reference(weights, gradient, ranks, steps, interval, inner_optimizer, **options)
 
 
-def configurations(seed: int, count: int) -> list[Any]:
-    """Random intervals, fragments, delays, mixing and dtypes."""
+Case = tuple[int, int, torch.dtype, dict[str, Any]]
+
+
+def cases_of(seed: int, count: int) -> list[Case]:
+    """A plain case, and random intervals, fragments, delays, mixing and dtypes."""
     draw = random.Random(seed)
-    drawn: list[Any] = []
-    for number in range(count):
+    drawn: list[Case] = [(3, 8, torch.float32, {})]
+    for _ in range(count):
         interval = draw.randint(1, 6)
         options: dict[str, Any] = {
             "num_fragments": draw.randint(1, min(interval, 4)),
@@ -188,60 +192,40 @@ def configurations(seed: int, count: int) -> list[Any]:
         if draw.random() < 0.5:
             options["mixing"] = round(draw.random(), 2)
         dtype = draw.choice([torch.float32, torch.float64])
-        marks = () if number < 1 else slow
-        drawn.append(
-            pytest.param(interval, draw.randint(1, 15), dtype, options, marks=marks, id=f"{seed}-{number}")
-        )
+        drawn.append((interval, draw.randint(1, 15), dtype, options))
     return drawn
 
 
-PLAIN = pytest.param(3, 8, torch.float32, {}, id="plain")
-
-
-def check_equal(run: Run, ranks: int, interval: int, steps: int, dtype: torch.dtype, options: Any) -> None:
-    history, end = expected(ranks, interval, steps, dtype, options)
-    results = run(train, interval, steps, dtype, options, processes=ranks)
+def check_equal(case: Case, results: list[Any]) -> None:
+    """Compare the results of all ranks with those of the reference."""
+    interval, steps, dtype, options = case
+    history, end = expected(len(results), interval, steps, dtype, options)
     for rank, (own_history, own_end, buffers, num_steps) in enumerate(results):
-        assert num_steps == steps
+        assert num_steps == steps, case
         for now, then in zip(own_history, history, strict=True):
             for left, right in zip(now, then[rank], strict=True):
-                torch.testing.assert_close(left, right, **CLOSE)
+                torch.testing.assert_close(left, right, **CLOSE, msg=lambda text: f"{case}: {text}")
         for left, right in zip(own_end, end, strict=True):
-            torch.testing.assert_close(left, right, **CLOSE)
-        assert all(map(torch.equal, own_end, results[0][1]))
-        assert all(map(torch.equal, buffers, results[0][2]))
+            torch.testing.assert_close(left, right, **CLOSE, msg=lambda text: f"{case}: {text}")
+        assert all(map(torch.equal, own_end, results[0][1])), case
+        assert all(map(torch.equal, buffers, results[0][2])), case
 
 
-@pytest.mark.parametrize(("interval", "steps", "dtype", "options"), [PLAIN, *configurations(2, 4)])
-def test_two_ranks_train_as_the_reference(
-    run: Run, interval: int, steps: int, dtype: torch.dtype, options: Any
-) -> None:
-    check_equal(run, 2, interval, steps, dtype, options)
-
-
-@pytest.mark.parametrize(("interval", "steps", "dtype", "options"), [PLAIN, *configurations(1, 3)])
-def test_one_process_trains_as_the_reference(
-    run: Run, interval: int, steps: int, dtype: torch.dtype, options: Any
-) -> None:
-    check_equal(run, 1, interval, steps, dtype, options)
-
-
-@slow
-@pytest.mark.parametrize(("interval", "steps", "dtype", "options"), [PLAIN, *configurations(4, 4)])
-def test_four_ranks_train_as_the_reference(
-    run: Run, interval: int, steps: int, dtype: torch.dtype, options: Any
-) -> None:
-    check_equal(run, 4, interval, steps, dtype, options)
+@pytest.mark.parametrize(
+    ("ranks", "seed", "count"), [(1, 1, 3), (2, 2, 4), pytest.param(4, 4, 4, marks=slow)]
+)
+def test_ranks_train_as_the_reference(run: Run, ranks: int, seed: int, count: int) -> None:
+    cases = cases_of(seed, count)
+    results = run(call_for_each, train, cases, processes=ranks)
+    for case, *of_case in zip(cases, *results, strict=True):
+        check_equal(case, of_case)
 
 
 @slow
 def test_global_parameters_on_the_cpu_do_not_change_the_results(run: Run) -> None:
     options = {"num_fragments": 2, "delay": 1}
-    for with_device, without in zip(
-        run(train, 4, 9, torch.float32, {**options, "device": "cpu"}),
-        run(train, 4, 9, torch.float32, options),
-        strict=True,
-    ):
+    cases = [(4, 9, torch.float32, each) for each in ({**options, "device": "cpu"}, options)]
+    for with_device, without in run(call_for_each, train, cases):
         assert all(map(torch.equal, with_device[1], without[1]))
 
 
@@ -257,13 +241,12 @@ def test_weights_in_bfloat16_have_global_parameters_in_float32(run: Run) -> None
 
 def test_int8_is_close_and_equal_on_all_ranks(run: Run) -> None:
     options = {"num_fragments": 2, "delay": 1}
-    exact = run(train, 4, 9, torch.float32, options, processes=3)[0][1]
-    results = run(train, 4, 9, torch.float32, {**options, "quantize": "int8"}, processes=3)
-    for _, weights, _, _ in results:
-        assert all(map(torch.equal, weights, results[0][1]))
-    differences = [
-        float((left - right).abs().max()) for left, right in zip(results[0][1], exact, strict=True)
-    ]
+    cases = [(4, 9, torch.float32, each) for each in (options, {**options, "quantize": "int8"})]
+    results = run(call_for_each, train, cases, processes=3)
+    (_, exact, _, _), (_, first, _, _) = results[0]
+    for _, (_, weights, _, _) in results:
+        assert all(map(torch.equal, weights, first))
+    differences = [float((left - right).abs().max()) for left, right in zip(first, exact, strict=True)]
     assert 0 < max(differences) < 0.01
 
 

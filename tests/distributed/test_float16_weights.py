@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
+from tests.stand_ins.cases import call_for_each
 from torch import nn
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -60,17 +60,16 @@ def train_plain(clips: bool) -> list[torch.Tensor]:
     return [p.detach().flatten() for p in model.parameters()]
 
 
-@pytest.mark.parametrize(
-    ("version", "clips"),
-    [
-        (None, False),
-        (2, True),
-        pytest.param(None, True, marks=pytest.mark.slow),
-        pytest.param(2, False, marks=pytest.mark.slow),
-    ],
-)
-def test_float16_weights_train_as_float32_ones_do(run: Run, version: int | None, clips: bool) -> None:
-    ranks = run(train, version, clips, processes=2)
+def test_float16_weights_train_as_float32_ones_do(run: Run) -> None:
+    cases = [(None, False), (None, True), (2, False), (2, True)]
+    ranks = run(call_for_each, train, cases, processes=2)
     assert ranks[0] == ranks[1]
-    for got, expected in zip(ranks[0], train_plain(clips), strict=True):
-        torch.testing.assert_close(torch.tensor(got), expected, rtol=4e-3, atol=4e-3)
+    for (version, clips), weights in zip(cases, ranks[0], strict=True):
+        for got, expected in zip(weights, train_plain(clips), strict=True):
+            torch.testing.assert_close(
+                torch.tensor(got),
+                expected,
+                rtol=4e-3,
+                atol=4e-3,
+                msg=lambda text, case=(version, clips): f"{case}: {text}",
+            )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.stand_ins.cases import call_for_each
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 
@@ -196,68 +197,53 @@ def interrupt(kind: str, workers: int, config: dict[str, Any], stops: list[Any])
     return found
 
 
-def check(
-    run: Run, kind: str, workers: int, config: dict[str, Any], processes: int, stops: list[Any]
-) -> None:
-    for found in run(interrupt, kind, workers, config, stops, processes=processes, timeout=120):
-        assert [entry for entry in found if not all(entry[1:])] == []
+Case = tuple[str, int, dict[str, Any], list[Any]]
 
 
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        ("shuffled", {}),
-        pytest.param("shuffled", {"use_constant_memory_sampler": True}, marks=pytest.mark.slow),
-        pytest.param("shuffled", {"dispatch_batches": True}, marks=pytest.mark.slow),
-        ("stream", {}),
-        ("own states", {}),
-    ],
-    ids=["sharded", "constant memory", "dispatched", "stream", "own states"],
-)
-def test_interrupted_equals_uninterrupted(run: Run, kind: str, config: dict[str, Any]) -> None:
-    check(run, kind, 0, config, 2, [(0, 2), (1, 6)])
+def check(run: Run, cases: list[Case], processes: int, timeout: float = 120) -> None:
+    for rank in run(call_for_each, interrupt, cases, processes=processes, timeout=timeout):
+        found = [(case, entry) for case, entries in zip(cases, rank, strict=True) for entry in entries]
+        assert [(case[:3], entry) for case, entry in found if not all(entry[1:])] == []
+
+
+def test_interrupted_equals_uninterrupted(run: Run) -> None:
+    cases: list[Case] = [
+        ("shuffled", 0, {}, [(0, 2), (1, 6)]),
+        ("shuffled", 0, {"use_constant_memory_sampler": True}, [(0, 2), (1, 6)]),
+        ("shuffled", 0, CONFIGS["dispatched"], [(0, 2), (1, 6)]),
+        ("stream", 0, {}, [(0, 2), (1, 6)]),
+        ("own states", 0, {}, [(0, 2), (1, 6)]),
+        ("stream", 0, CONFIGS["dispatched, by itself"], [(0, 2)]),
+        ("batch sampler", 0, CONFIGS["dispatched"], [(0, 2)]),
+        ("batch sampler", 0, CONFIGS["resumes by itself"], [(0, 2)]),
+        ("drawing stream", 0, CONFIGS["sharded"], [(0, 2)]),
+        ("drawing stream", 0, CONFIGS["sharded, by itself"], [(0, 2)]),
+    ]
+    check(run, cases, 2)
 
 
 def test_sums_of_three_processes_are_rounded_alike(run: Run) -> None:
-    check(run, "shuffled", 0, {}, 3, [(0, 0), (1, 2)])
-
-
-def test_a_dispatched_batch_sampler_with_random_draws_resumes(run: Run) -> None:
-    check(run, "batch sampler", 0, CONFIGS["dispatched"], 2, [(0, 2)])
-
-
-def test_a_dispatched_stateful_stream_resumes(run: Run) -> None:
-    check(run, "stream", 0, CONFIGS["dispatched, by itself"], 2, [(0, 2)])
+    check(run, [("shuffled", 0, {}, [(0, 0), (1, 2)])], 3)
 
 
 @pytest.mark.slow
 def test_a_dispatched_stream_with_persistent_workers_resumes(run: Run) -> None:
-    check(run, "persistent workers", 1, {}, 2, [(0, 2)])
-
-
-@pytest.mark.parametrize("name", ["sharded", "sharded, by itself"])
-def test_a_stream_that_draws_random_numbers_resumes(run: Run, name: str) -> None:
-    check(run, "drawing stream", 0, CONFIGS[name], 2, [(0, 2)])
-
-
-def test_a_stateful_loader_resumes(run: Run) -> None:
-    check(run, "batch sampler", 0, CONFIGS["resumes by itself"], 2, [(0, 2)])
+    check(run, [("persistent workers", 1, {}, [(0, 2)])], 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])  # one: tests/unit/data_loader/test_position.py
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_whole_matrix(run: Run, kind: str, config: dict[str, Any], processes: int) -> None:
-    check(run, kind, 0, config, processes, [(0, 0), (1, 1), (1, 3)])
+def test_the_whole_matrix(run: Run, config: dict[str, Any], processes: int) -> None:
+    check(run, [(kind, 0, config, [(0, 0), (1, 1), (1, 3)]) for kind in KINDS], processes, 400)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("kind", ["shuffled", "batch sampler", "stream", "bare stream"])
-def test_the_matrix_with_workers(run: Run, kind: str, config: dict[str, Any], processes: int) -> None:
-    check(run, kind, 2, config, processes, [(0, 2), (1, 1)])
+def test_the_matrix_with_workers(run: Run, config: dict[str, Any], processes: int) -> None:
+    kinds = ("shuffled", "batch sampler", "stream", "bare stream")
+    check(run, [(kind, 2, config, [(0, 2), (1, 1)]) for kind in kinds], processes, 400)
 
 
 def begin(folder: str, kind: str, config: dict[str, Any], batches: int) -> list[float]:

@@ -1,5 +1,9 @@
 """The facts under the names that others read."""
 
+from dataclasses import FrozenInstanceError
+
+import pytest
+
 from accelerate.state import Topology
 
 
@@ -17,3 +21,8 @@ def test_variables_of_one_among_several() -> None:
 
 def test_a_single_process_sets_no_variables() -> None:
     assert Topology().variables() == {}
+
+
+def test_topologies_are_immutable() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Topology().rank = 1  # type: ignore[misc]
