@@ -29,14 +29,18 @@ def save(state: dict[str, Any], folder: Path) -> None:
         dcp.save(state, checkpoint_id=folder, no_dist=True)
 
 
-@pytest.fixture(params=["nested", "flat", "whole checkpoint"])
+@pytest.fixture
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A folder as `torch.distributed.checkpoint` writes it."""
-    state = dict(WEIGHTS) if request.param == "flat" else {"model": dict(WEIGHTS)}
+    layout = getattr(request, "param", "nested")
+    state = dict(WEIGHTS) if layout == "flat" else {"model": dict(WEIGHTS)}
     folder = tmp_path / "shards"
-    inner = folder / "pytorch_model_fsdp_0" if request.param == "whole checkpoint" else folder
+    inner = folder / "pytorch_model_fsdp_0" if layout == "whole checkpoint" else folder
     save(state, inner)
     return folder
+
+
+in_each_layout = pytest.mark.parametrize("checkpoint", ["nested", "flat", "whole checkpoint"], indirect=True)
 
 
 def assert_same(found: dict[str, torch.Tensor]) -> None:
@@ -46,6 +50,7 @@ def assert_same(found: dict[str, torch.Tensor]) -> None:
         assert torch.equal(found[name], tensor)
 
 
+@in_each_layout
 @pytest.mark.parametrize("safe", [True, False])
 def test_shards_become_one_file(checkpoint: Path, tmp_path: Path, safe: bool) -> None:
     target = tmp_path / "deep" / "whole"
@@ -108,6 +113,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return int(caught.value.code or 0)
 
 
+@in_each_layout
 def test_the_command_merges_and_removes(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
