@@ -7,7 +7,7 @@ from one optimizer step to the next.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -62,7 +62,11 @@ class MicroBatches:
         if not gradients.sync_with_dataloader:
             return False
         if self.driver.is_uncertain and self.num_steps > 1:
-            _warn_of_uncertain()
+            logger.warning_once(
+                "Several loaders deliver a batch for each micro-batch, and the passes over some have one "
+                "batch. accumulate() ends a window with the pass over one loader, and has chosen one that "
+                "goes on. If another one drives the loop, iterate over accelerator.windows(loader) instead."
+            )
         return ends_pass
 
     def ends_after_pass(self, gradients: GradientState) -> bool:
@@ -146,7 +150,10 @@ class Accumulation:
         try:
             current = self._sets[models]
         except KeyError:
-            current = self._set_of(models)
+            # They may have been passed in another order before.
+            same = (known for others, known in self._sets.items() if set(others) == set(models))
+            current = next(same, None) or MicroBatches(self._step, self._step % self.gradients.num_steps)
+            self._sets[models] = current
         self.current = current
         if num_items is not None or current.items is not None or self.weighting is not None:
             if num_items is not None:
@@ -156,13 +163,6 @@ class Accumulation:
                 return self._accumulate_items(current, models, num_items)
             self.weighting = None
         return _SYNCHRONIZED if self.advance(current, models) else sync_context(self, False, models)
-
-    def _set_of(self, models: tuple[nn.Module, ...]) -> MicroBatches:
-        """Returns the position of models, which may have been passed in another order before."""
-        same = (known for others, known in self._sets.items() if set(others) == set(models))
-        begun = next(same, None) or MicroBatches(self._step, self._step % self.gradients.num_steps)
-        self._sets[models] = begun
-        return begun
 
     def advance(self, current: MicroBatches, models: Sequence[nn.Module]) -> bool:
         """Begins a micro-batch of models, and returns whether it synchronizes gradients."""
@@ -385,7 +385,7 @@ class Accumulation:
         self.weighting = None
         if not self.strategy.holds_gradients:
             return
-        strategies.drop_gradients(self.strategy.layers, self.prepared.models)
+        self.drop_gradients_of(self.prepared.models)
         for optimizer in self.prepared.optimizers:
             optimizer.held = None
             optimizer.gradients_unscaled = False
@@ -394,13 +394,13 @@ class Accumulation:
         if self.strategy.precision.scaler is not None:
             torch_private.reset_unscaled(self.strategy.precision.scaler)
 
-
-def _warn_of_uncertain() -> None:
-    logger.warning_once(
-        "Several loaders deliver a batch for each micro-batch, and the passes over some have one batch. "
-        "accumulate() ends a window with the pass over one loader, and has chosen one that goes on. If "
-        "another one drives the loop, iterate over accelerator.windows(loader) instead."
-    )
+    def drop_gradients_of(self, models: Iterable[nn.Module]) -> None:
+        """Removes the gradients of models."""
+        for model in models:
+            for layer in self.strategy.layers:
+                layer.drop_gradients(model)
+            for parameter in model.parameters():
+                parameter.grad = None
 
 
 def _held_gradients(prepared: strategies.Prepared) -> list[tuple[Tensor, Tensor]]:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from accelerate import data_loader, ops, strategies
+from accelerate import data_loader, ops
 from accelerate.accelerator.accumulation import Accumulation, sync_context
 from accelerate.accelerator.weighting import factor_of, sum_items
 from accelerate.base import StateError
@@ -147,7 +147,7 @@ class Window:
             accumulation.gradients._set_sync_gradients(False)
             if self._is_begun and accumulation.strategy.holds_gradients:
                 accumulation.release(self._models)
-                strategies.drop_gradients(accumulation.strategy.layers, self._models)
+                accumulation.drop_gradients_of(self._models)
             elif self._is_begun:
                 logger.warning(
                     "A window of windows() was left before its last batch, and its gradients are inside "

@@ -23,7 +23,7 @@ from accelerate.strategies.fsdp import (
     TensorParallel as TensorParallel,
 )
 from accelerate.strategies.isolation import check_isolation as check_isolation
-from accelerate.strategies.layer import Layer as Layer, drop_gradients as drop_gradients
+from accelerate.strategies.layer import Layer as Layer
 from accelerate.strategies.module_state import ModuleState as ModuleState, SavedBuffer as SavedBuffer
 from accelerate.strategies.recomputation import (
     choose_for_step as choose_for_step,

@@ -251,12 +251,3 @@ def _enter_all(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None
         for context in contexts:
             stack.enter_context(context)
         yield
-
-
-def drop_gradients(layers: Sequence[Layer], models: Iterable[nn.Module]) -> None:
-    """Removes the gradients of models."""
-    for model in models:
-        for layer in layers:
-            layer.drop_gradients(model)
-        for parameter in model.parameters():
-            parameter.grad = None
