@@ -170,7 +170,10 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _receive_own(self, transport: Transport) -> Generator[ReceivedBatch, None, None]:
         """Yields the batches of this process, which rank 0 reads and sends."""
-        channel = self._channel_over(transport)
+        if self._channel is None or self._channel.transport is not transport:
+            device = self.device if of_device(self.device).is_addressable else torch.device("cpu")
+            self._channel = BatchChannel(transport, self.groups_of_ranks(), device)
+        channel = self._channel
         is_collated_in_memory = self.shared_memory_collate is not None
         if transport.rank != 0:
             yield from receive_batches(channel)
@@ -220,13 +223,6 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     def _enter_thread(self) -> None:
         if not of_device(self.device).is_host:
             self.state.device_backend.set_current(self.device.index or 0)
-
-    def _channel_over(self, transport: Transport) -> BatchChannel:
-        """Returns the channel to the other processes, the same for all passes."""
-        if self._channel is None or self._channel.transport is not transport:
-            device = self.device if of_device(self.device).is_addressable else torch.device("cpu")
-            self._channel = BatchChannel(transport, self.groups_of_ranks(), device)
-        return self._channel
 
     def __len__(self) -> int:
         if self.start.position.is_over:

@@ -149,8 +149,7 @@ def _trained_copy(wrapper: Any) -> nn.Module:
     """Returns the copy of a layer that peft trains, or the layer itself if its adapter is not active."""
     names, copies = wrapper.active_adapters, wrapper.modules_to_save
     is_active = names and not wrapper.disable_adapters and all(name in copies for name in names)
-    trained: nn.Module = copies[names[0]] if is_active else wrapper.original_module
-    return trained
+    return copies[names[0]] if is_active else wrapper.original_module  # type: ignore[no-any-return]
 
 
 def _lora_of(module: nn.Module) -> tuple[nn.Module, list[Adapter]] | None:

@@ -44,11 +44,6 @@ def has_batches(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _is_elementwise(group: Mapping[str, Any]) -> bool:
-    """Returns whether the parameters of a group are stepped in shards (AdamW beside Muon)."""
-    return group.get(WHOLE_MATRICES) is False or group.get("use_muon") is False
-
-
 class MatrixOwners(Owners):
     """Ranks that own the matrices of one prepared optimizer.
 
@@ -105,7 +100,7 @@ class MatrixOwners(Owners):
         pairs = [
             (key, parameter)
             for group, keys in zip(self.optimizer.param_groups, names, strict=True)
-            if not _is_elementwise(group)
+            if group.get(WHOLE_MATRICES) is not False and group.get("use_muon") is not False
             for key, parameter in zip(keys, group["params"], strict=True)
             if parameter.requires_grad
         ]
