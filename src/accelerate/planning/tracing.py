@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accelerate import torch_private
+from accelerate import rng, torch_private
 from accelerate.base import ConfigurationError, PreparationError, shortened, wrong_value
 from accelerate.nested import iterate_tensors, recursively_apply
 from accelerate.planning.checks import check_loss, check_step
@@ -141,11 +140,11 @@ def record_step(step: Step) -> Recording:
     master_ratio = _cast(model, step.parameter_dtype) if step.parameter_dtype is not None else 1.0
     model = step.convert(model)
     tracker = torch_private.MemTracker()
+    states = rng.capture_on_cpu()  # models use these generators, for example to drop layers
     try:
         with (
             torch_private.log_silenced(FAKE_TENSORS),
             warnings.catch_warnings(),
-            _restored_generators(),
             torch_private.fake_parameters_converted(),
             values_readable(),
             mode,
@@ -161,6 +160,8 @@ def record_step(step: Step) -> Recording:
             "and a trace has only shapes. Replace it (for example .item(), nonzero() and masks as indices by "
             "torch.where), or plan a version of the model without it."
         ) from error
+    finally:
+        rng.restore(states)
 
 
 @contextmanager
@@ -168,21 +169,6 @@ def fake_operators(mode: Any) -> Iterator[None]:
     """Runs operators on fake tensors inside the block, also those that need values, such as routing."""
     with torch_private.log_silenced(FAKE_TENSORS), values_readable(), mode, OperatorMode():
         yield
-
-
-@contextmanager
-def _restored_generators() -> Iterator[None]:
-    """Restores the states of the generators of torch, numpy and Python when the context ends.
-
-    Models use these generators, for example to drop layers.
-    """
-    of_numpy, of_python = np.random.get_state(), random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
 
 
 def _fake_copies(mode: object, step: Step) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
