@@ -136,7 +136,6 @@ class ConstantBatchShard(BatchSamplerShard):
         return None if self.global_batch_size % size else size
 
     def iter_from(self, number: int) -> Iterator[Batch]:
-        """Begins a pass, and skips the first `number` batches of this process."""
         record = self.padding_record = StepRecord(self.full)
         return self._micro_batches(number, record)
 

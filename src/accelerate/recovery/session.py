@@ -136,11 +136,9 @@ class Recovery(ReplicaGroups):
         return prepared
 
     def prepare_optimizer(self, optimizer: Any) -> None:
-        """Lets the groups decide together whether a prepared optimizer takes a step."""
         optimizer.conditions = (*optimizer.conditions, self.commit)
 
     def prepare_scheduler(self, scheduler: Any) -> None:
-        """Lets a prepared scheduler count the batches of all groups."""
         scheduler.num_processes *= self.num_replicas
 
     def check_use(self, name: str, value: object) -> None:
@@ -337,12 +335,6 @@ class Recovery(ReplicaGroups):
         return self._outcome
 
     def read_request(self, name: Request, is_requested: bool) -> bool:
-        """Returns whether to save or to stop, which all members do after the same step.
-
-        Args:
-            name: "save", which is True once for each request, or "stop".
-            is_requested: Whether this replica group has been asked, since the last call or before.
-        """
         if self._membership is None:  # the steps have not begun
             return is_requested
         self._requested[name] = self._requested[name] or (is_requested and not self._shared[name])

@@ -114,7 +114,6 @@ class MatrixOwners(Owners):
         return bool(pairs)
 
     def owners(self) -> list[int | None]:
-        """Returns the rank that owns each parameter of all groups, or None for those stepped in shards."""
         by_id = {id(p): self._matrices[key].owner for key, p in self._parameters.items()}
         return [by_id.get(id(parameter)) for parameter in self.optimizer.parameters()]
 
