@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.cases import call_for_each
 from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -153,10 +154,12 @@ def differences_in(precision: str) -> list[tuple[Any, list[float]]]:
     return all_differences(mixed_precision=precision, kwargs_handlers=[scaler])
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 3e-2), ("fp16", 4e-3)])
-def test_mixed_precision_is_as_close_as_its_numbers(run: Run, precision: str, tolerance: float) -> None:
-    for case, differences in run(differences_in, precision)[0]:
-        assert max(differences) <= tolerance, (case, differences)
+def test_mixed_precision_is_as_close_as_its_numbers(run: Run) -> None:
+    tolerances = {"bf16": 3e-2, "fp16": 4e-3}
+    results = run(call_for_each, differences_in, list(tolerances))[0]
+    for (precision, tolerance), result in zip(tolerances.items(), results, strict=True):
+        for case, differences in result:
+            assert max(differences) <= tolerance, (precision, case, differences)
 
 
 def flags_in_windows(dispatch: bool) -> list[list[Any]]:
@@ -173,17 +176,19 @@ def flags_in_windows(dispatch: bool) -> list[list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("dispatch", [False, True])
-def test_loader_flags_are_those_of_the_batch_in_use(run: Run, dispatch: bool) -> None:
-    ahead = -1 if dispatch else 1  # the remainder is known before the last batch
-    for found in run(flags_in_windows, dispatch):
-        assert found == [
-            [False, ahead, False, [0, 1]],
-            [False, ahead, True, [2, 3]],
-            [False, ahead, False, [4, 5]],
-            [False, ahead, True, [6, 7]],
-            [True, 1, True, [8]],
-        ]
+def test_loader_flags_are_those_of_the_batch_in_use(run: Run) -> None:
+    expected = []
+    for ahead in (1, -1):  # the remainder is known before the last batch, except in dispatched batches
+        expected.append(
+            [
+                [False, ahead, False, [0, 1]],
+                [False, ahead, True, [2, 3]],
+                [False, ahead, False, [4, 5]],
+                [False, ahead, True, [6, 7]],
+                [True, 1, True, [8]],
+            ]
+        )
+    assert run(call_for_each, flags_in_windows, [False, True]) == [expected, expected]
 
 
 def windows_of_different_lengths(batches: list[int], each: bool = False) -> list[tuple[int, int]]:
@@ -205,19 +210,13 @@ def windows_of_different_lengths(batches: list[int], each: bool = False) -> list
 
 
 def test_processes_may_have_different_numbers_of_batches_in_a_window(run: Run) -> None:
-    assert run(windows_of_different_lengths, [3, 4]) == [
-        [(2, 4, 1.0), (1, 3, 1.0)],
-        [(2, 4, 1.0), (2, 3, 1.0)],
-    ]
-
-
-def test_windows_end_on_all_processes_together(run: Run) -> None:
-    assert run(windows_of_different_lengths, [2, 7]) == [[(2, 4, 1.0)], [(2, 4, 1.0)]]
-
-
-def test_different_numbers_cannot_be_exchanged_each_round(run: Run) -> None:
-    for found in run(windows_of_different_lengths, [3, 4], True):
-        assert "sync_each_batch" in found[0]
+    cases = [([3, 4],), ([2, 7],), ([3, 4], True)]
+    first, second = run(call_for_each, windows_of_different_lengths, cases)
+    assert first[0] == [(2, 4, 1.0), (1, 3, 1.0)]
+    assert second[0] == [(2, 4, 1.0), (2, 3, 1.0)]
+    assert first[1] == second[1] == [(2, 4, 1.0)]  # windows end on all processes together
+    for (message,) in (first[2], second[2]):
+        assert "sync_each_batch" in message
 
 
 def left_early() -> tuple[list[float], bool]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.cases import call_for_each
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
@@ -129,10 +130,6 @@ def train_plain(processes: int) -> list[torch.Tensor]:
     return train(BATCH * processes)
 
 
-def train_accumulating(processes: int) -> list[torch.Tensor]:
-    return train(BATCH * processes, steps=2)
-
-
 def train_clipped(processes: int) -> list[torch.Tensor]:
     return train(BATCH * processes, steps=2, clip=0.05)
 
@@ -141,19 +138,36 @@ def train_split(processes: int) -> list[torch.Tensor]:
     return train(BATCH * 2, split=True)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        pytest.param(train_plain, marks=pytest.mark.slow),  # three processes show it below
-        train_accumulating,
-        train_clipped,
-        train_split,
-    ],
-)
-def test_two_processes_equal_one_with_the_joined_batch(
-    run: Run, one_process: Any, function: Callable[[int], list[torch.Tensor]]
-) -> None:
-    equal(run(function, 1), one_process(function, 2))
+def train_two_models(processes: int) -> list[torch.Tensor]:
+    """A pair that trains against each other, each with an optimizer of its own."""
+    accelerator = Accelerator()
+    maker, judge = network(1), network(2)
+    make = torch.optim.Adam(maker.parameters(), lr=0.01)
+    rate = torch.optim.SGD(judge.parameters(), lr=0.1)
+    maker, judge, make, rate, loader = accelerator.prepare(
+        maker, judge, make, rate, DataLoader(dataset(), batch_size=BATCH * processes)
+    )
+    for inputs, targets in loader:
+        accelerator.backward((judge(inputs) - maker(inputs).detach()).square().mean())
+        rate.step()
+        rate.zero_grad()
+        with accelerator.no_sync(judge):
+            accelerator.backward((maker(inputs) - targets - judge(inputs).detach()).square().mean())
+        make.step()
+        make.zero_grad()
+    return weights(maker) + weights(judge)
+
+
+def call(function: Callable[[int], list[torch.Tensor]], processes: int) -> list[torch.Tensor]:
+    return function(processes)
+
+
+def test_two_processes_equal_one_with_the_joined_batch(run: Run, one_process: Any) -> None:
+    functions = [train_clipped, train_split, train_two_models]
+    one = one_process(call_for_each, call, [(function, 2) for function in functions])
+    two = run(call_for_each, call, [(function, 1) for function in functions])
+    for expected, *found in zip(one, *two, strict=True):
+        equal(found, expected)
 
 
 def test_three_processes_equal_one_with_the_joined_batch(run: Run, one_process: Any) -> None:
@@ -169,43 +183,6 @@ def test_a_cpu_with_a_number_trains_as_the_cpu(run: Run, one_process: Any) -> No
     answers = run(train_on_a_numbered_cpu, env={"ACCELERATE_TORCH_DEVICE": "cpu:64"})
     assert [device for device, _ in answers] == ["cpu:64"] * 2
     equal([trained for _, trained in answers], one_process(train, 2 * BATCH))
-
-
-def accumulated_gradients(batch_size: int, steps: int) -> list[torch.Tensor]:
-    accelerator = Accelerator(gradient_accumulation_steps=steps)
-    model, loader = accelerator.prepare(network(), DataLoader(dataset(), batch_size=batch_size))
-    for _, (inputs, targets) in zip(range(steps), loader, strict=False):
-        with accelerator.accumulate(model):
-            accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
-    return [p.grad.cpu() for p in extract_model_from_parallel(model).parameters()]
-
-
-def test_accumulated_gradients_equal_those_of_one_big_batch(run: Run, one_process: Any) -> None:
-    equal(run(accumulated_gradients, 4, 3), one_process(accumulated_gradients, 24, 1))
-
-
-def train_two_models(batch_size: int) -> list[torch.Tensor]:
-    """A pair that trains against each other, each with an optimizer of its own."""
-    accelerator = Accelerator()
-    maker, judge = network(1), network(2)
-    make = torch.optim.Adam(maker.parameters(), lr=0.01)
-    rate = torch.optim.SGD(judge.parameters(), lr=0.1)
-    maker, judge, make, rate, loader = accelerator.prepare(
-        maker, judge, make, rate, DataLoader(dataset(), batch_size=batch_size)
-    )
-    for inputs, targets in loader:
-        accelerator.backward((judge(inputs) - maker(inputs).detach()).square().mean())
-        rate.step()
-        rate.zero_grad()
-        with accelerator.no_sync(judge):
-            accelerator.backward((maker(inputs) - targets - judge(inputs).detach()).square().mean())
-        make.step()
-        make.zero_grad()
-    return weights(maker) + weights(judge)
-
-
-def test_two_models_with_two_optimizers(run: Run, one_process: Any) -> None:
-    equal(run(train_two_models, 4), one_process(train_two_models, 8))
 
 
 def accumulate_without_exchange() -> tuple[list[bool], bool]:
