@@ -131,7 +131,7 @@ def train(
                 optimizer.zero_grad()
             losses.append(float(accelerator.reduce(loss, "mean")))
     model.eval()
-    with torch.no_grad():
+    with torch.inference_mode():
         pairs = [accelerator.gather_for_metrics((model(batch["ids"]), batch["targets"])) for batch in loader]
     state = accelerator.get_state_dict(model)
     return {

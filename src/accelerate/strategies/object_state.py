@@ -113,10 +113,14 @@ def _content(container: Any, add: Callable[[Any], object]) -> Callable[[], None]
 def _tensor(tensor: Tensor) -> Callable[[], None] | None:
     if tensor.numel() > MAX_COPIED or tensor.is_meta or torch_private.is_fake(tensor):
         return None
-    values, version = tensor.detach().clone(), torch_private.in_place_version(tensor)
+    is_counted = not tensor.is_inference()  # tensors of inference mode do not count changes
+    values, version = tensor.detach().clone(), torch_private.in_place_version(tensor) if is_counted else 0
 
     def restore() -> None:
-        if torch_private.in_place_version(tensor) != version:
+        if not is_counted:
+            with torch.inference_mode():
+                tensor.copy_(values)
+        elif torch_private.in_place_version(tensor) != version:
             tensor.detach().copy_(values)
 
     return restore

@@ -65,7 +65,11 @@ def _state_of(value: object) -> tuple[Any, tuple[Any, ...]]:
     """Returns a value with its length and the versions of its tensors."""
     length = len(value) if isinstance(value, (list, dict)) else None
     tensors = tensors_in(value) if isinstance(value, (Tensor, list, tuple, dict)) else []
-    return value, (length, *map(torch_private.in_place_version, tensors))
+    # Tensors of inference mode do not count their changes.
+    return value, (
+        length,
+        *(torch_private.in_place_version(each) for each in tensors if not each.is_inference()),
+    )
 
 
 def _is_same(old: Any, new: Any) -> bool:
