@@ -172,7 +172,7 @@ def prepare_data_loader(
 def _refuse_own_iteration(loader: DataLoader[Any]) -> None:
     """Raises an error for a subclass of torch's loader that changes its batches or their number."""
     kind = type(loader)
-    if not kind.__iter__.__module__.startswith(("torch.", "torchdata.")):
+    if kind.__iter__ is not DataLoader.__iter__ and not kind.__iter__.__module__.startswith("torchdata."):
         raise PreparationError(
             f"{kind.__name__} overrides __iter__ of DataLoader. A prepared loader reads the dataset, the "
             "sampler and the collate function, so it would yield other batches. Change batches in collate_fn "
