@@ -262,6 +262,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         self._observers.before_load(state_dict)
         self.optimizer.load_state_dict(state_dict)
+        torch_private.mark_stepped(self.optimizer)  # in the run that saved the state
         self._observers.after_load()
 
     def state_dict(self) -> dict[str, Any]:

@@ -39,6 +39,13 @@ def test_steps_per_update(processes: int, choices: dict[str, Any], expected: int
     assert scheduler.scheduler.last_epoch == expected
 
 
+def test_a_schedule_may_step_first_after_a_resume() -> None:
+    optimizer, scheduler = make(step_with_optimizer=False)
+    optimizer.load_state_dict(optimizer.state_dict())
+    scheduler.step()  # torch warns of a step before the first step of the optimizer
+    assert scheduler.scheduler.last_epoch == 1
+
+
 def test_waits_while_gradients_accumulate() -> None:
     optimizer, scheduler = make()
     GradientState()._set_sync_gradients(False)

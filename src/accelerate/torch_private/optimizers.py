@@ -94,6 +94,11 @@ def _unscale_shards(
     return {found.device: found}
 
 
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Sets the attribute by which schedulers of torch check that an optimizer has stepped before them."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 def set_scheduler_optimizer(
     scheduler: torch.optim.lr_scheduler.LRScheduler, optimizer: torch.optim.Optimizer
 ) -> None:
@@ -107,7 +112,7 @@ def set_scheduler_optimizer(
     step = optimizer.step
 
     def marked_step(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # attribute that schedulers of torch check
+        mark_stepped(optimizer)
         return step(*args, **kwargs)
 
     marked_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
