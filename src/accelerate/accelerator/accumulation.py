@@ -172,7 +172,7 @@ class Accumulation:
             current.num_steps = options.get("num_steps", 1)
         if gradients.only_pass != 0:
             ends_pass = current.ends_pass(gradients)
-        else:
+        elif current.driver is not None:
             ends_pass = current.ends_after_pass(gradients)
         if "global_batch_size" in options and (part := self.step_part()) is not None:
             is_last, current.step = part.is_last, 0 if part.is_last else current.step + 1
