@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.stand_ins.cases import call_for_each
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -427,9 +428,8 @@ def gradients(sizes: dict[str, int], recomputes: bool, save_operators: Any) -> t
 def test_recomputation_keeps_the_choice_of_experts(
     run: Run, sizes: dict[str, int], save_operators: Any
 ) -> None:
-    expected = run(gradients, sizes, False, None)
-    found = run(gradients, sizes, True, save_operators)
-    for (grads, calls), (same, once) in zip(found, expected, strict=True):
+    cases = [(sizes, False, None), (sizes, True, save_operators)]
+    for (same, once), (grads, calls) in run(call_for_each, gradients, cases):
         assert (calls, once) == (2, 1)
         for name, value in same.items():
             torch.testing.assert_close(grads[name], value, atol=1e-4, rtol=1e-4)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stand_ins.cases import call_for_each
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import PreparationError
@@ -166,22 +167,20 @@ def train_adapter(config: dict[str, int] | None, adapter: dict[str, Any]) -> Any
     return losses, {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
 
 
-@pytest.mark.parametrize(
-    "adapter",
-    [
+def test_adapters_are_sharded_with_their_layers(run: Run) -> None:
+    pytest.importorskip("peft")
+    adapters: list[dict[str, Any]] = [
         {},
         {"target_modules": ["q_proj", "lm_head"], "ties": True},
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-    ],
-    ids=["layers", "tied_head", "trained_head"],
-)
-def test_adapters_are_sharded_with_their_layers(run: Run, adapter: dict[str, Any]) -> None:
-    pytest.importorskip("peft")
-    ((losses, state),) = run(train_adapter, None, adapter, processes=1)
-    for found, weights in run(train_adapter, {"tp_size": 2}, adapter, processes=2):
-        assert found == pytest.approx(losses, rel=1e-5)
-        for name, value in weights.items():
-            torch.testing.assert_close(value, state[name], msg=name)
+    ]
+    (one,) = run(call_for_each, train_adapter, [(None, adapter) for adapter in adapters], processes=1)
+    cases = [({"tp_size": 2}, adapter) for adapter in adapters]
+    for found in run(call_for_each, train_adapter, cases, timeout=120):
+        for adapter, (losses, weights), (expected, state) in zip(adapters, found, one, strict=True):
+            assert losses == pytest.approx(expected, rel=1e-5), adapter
+            for name, value in weights.items():
+                torch.testing.assert_close(value, state[name], msg=f"{name} with {adapter}")
 
 
 def test_an_adapter_that_cannot_be_sharded_is_refused(run: Run) -> None:
