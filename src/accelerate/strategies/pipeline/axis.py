@@ -21,8 +21,8 @@ from accelerate.ops import is_dtensor
 from accelerate.parallelism_config import MeshAxis
 from accelerate.planning import Layout
 from accelerate.strategies.dtensors import named_parameters
+from accelerate.strategies.gradient_scales import GradientScales
 from accelerate.strategies.layer import Layer, Norm, WeakStrategy
-from accelerate.strategies.pipeline.gradient_scales import GradientScales
 from accelerate.strategies.pipeline.runner import Pipeline
 from accelerate.strategies.pipeline.stages import is_split
 from accelerate.strategies.pipeline.state import PipelineState
