@@ -395,10 +395,11 @@ class TiedRouter(nn.Linear):
 
 def gradients(sizes: dict[str, int], recomputes: bool, save_operators: Any) -> tuple[dict[str, Any], int]:
     handlers = []
-    if recomputes and not sizes.get("fsdp"):
+    by_plugin = recomputes and sizes.get("fsdp") and not save_operators
+    if recomputes and not by_plugin:
         operators = (torch.ops.aten.relu.default,) if save_operators == "relu" else save_operators
         handlers.append(ActivationCheckpointing(save_operators=operators))
-    sizes = {**sizes, **({"recompute": 1} if recomputes and sizes.get("fsdp") else {})}
+    sizes = {**sizes, **({"recompute": 1} if by_plugin else {})}
     accelerator = make_accelerator(sizes, kwargs_handlers=handlers)
     torch.manual_seed(0)
     model = Net()
@@ -421,6 +422,8 @@ def gradients(sizes: dict[str, int], recomputes: bool, save_operators: Any) -> t
                 ({"ep_size": 2}, "matmul"),
                 ({"ep_size": 2}, "relu"),
                 ({"ep_size": 2, "fsdp": 1}, None),
+                ({"ep_size": 2, "fsdp": 1}, "relu"),
+                ({"ep_size": 2, "fsdp": 1}, "matmul"),
             ]
         ),
     ],

@@ -412,7 +412,8 @@ def test_unsupported_uses_give_warnings_and_errors(run: Run, version: int) -> No
         text = "\n".join(found)
         orphans = "to no prepared optimizer and will not change: enter.weight, enter.bias, leave.weight"
         assert (orphans in text) is (rank == 0)  # warnings come from the main process
-        assert ("train and are in ignored_modules" in text) is (rank == 0)
+        # FSDP 2 averages the gradients of ignored parameters.
+        assert ("train and are in ignored_modules" in text) is (rank == 0 and version == 1)
         assert "join_uneven_inputs does not work with FSDP or tensor parallelism" in text
         assert "holds the state of 2 parameters, which cannot be sharded" in text
         assert "LBFGS joins all parameters into one vector" in text
@@ -828,3 +829,132 @@ def penalize(version: int) -> str:
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_gradient_penalty_is_refused(run: Run, version: int) -> None:
     assert all("one backward pass for a forward" in text for text in run(penalize, version))
+
+
+# Gathered weights
+
+
+class Odd(Net):
+    """Parameters that torch does not shard, and one that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.empty = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.empty(0))
+        self.shift = nn.Parameter(torch.arange(12.0).view(6, 2).T)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor + self.empty.sum() + self.shift.mean()
+
+
+def train_and_evaluate(version: int, is_odd: bool = False) -> tuple[list[float], dict[str, Any]]:
+    """Evaluates in inference mode first, and without gradients between each backward and step."""
+    accelerator = Accelerator(fsdp_plugin=plugin_of(version, use_orig_params=True))
+    model: Any = Odd() if is_odd else plain()
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for x, y in batches(accelerator.device):
+        with torch.inference_mode():
+            losses.append(loss_of(model, x, y).item())
+        accelerator.backward(loss_of(model, x, y))
+        with torch.no_grad():
+            losses.append(loss_of(model, x, y).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(loss_of(model, x, y).item())
+            for parameter in model.parameters():
+                parameter.clamp_(-0.3, 0.3)
+    return losses, accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize(("version", "is_odd"), [(1, False), (2, False), (2, True)])
+def test_evaluations_between_the_parts_of_a_step_have_no_effect(run: Run, version: int, is_odd: bool) -> None:
+    ((expected, weights),) = run(train_and_evaluate, 2, is_odd, processes=1)
+    found = run(train_and_evaluate, version, is_odd)
+    for losses, _ in found:
+        assert losses == pytest.approx(expected, abs=1e-5)
+    for name, value in found[0][1].items():
+        torch.testing.assert_close(value, weights[name], atol=1e-5, rtol=1e-5)
+
+
+class Initialized(nn.Module):
+    """A parameter that the first forward sets, as in a normalization of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale, self.is_set = nn.Linear(3, 3), nn.Parameter(torch.ones(3)), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_set:
+            self.scale.data.copy_(torch.full((3,), 0.5))
+            self.is_set = True
+        return self.linear(x) * self.scale
+
+
+def change_in_forward(version: int) -> tuple[str, str]:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = accelerator.prepare(Initialized())
+    with pytest.raises(StateError) as error:
+        model(torch.ones(2, 3))
+    with pytest.raises(PreparationError) as refused:
+        accelerator.prepare(nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)))
+    return str(error.value), str(refused.value)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_forward_that_changes_weights_is_refused(run: Run, version: int) -> None:
+    for changed, normalized in run(change_in_forward, version):
+        assert changed.startswith("A forward changes scale. FSDP gathers weights")
+        assert normalized.startswith("0 of Sequential has max_norm")
+
+
+def clip_alone() -> None:
+    accelerator = Accelerator(fsdp_plugin=plugin_of(1, use_orig_params=True))
+    model: Any = plain()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    x, y = next(batches(accelerator.device))
+    for clip in (accelerator.clip_grad_norm_, nn.utils.clip_grad_norm_):
+        accelerator.backward(loss_of(model, x, y))
+        clip(model.parameters(), 1e-3)
+        if clip is nn.utils.clip_grad_norm_:
+            with pytest.raises(StateError, match="scaled their gradients by different factors"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_norms_of_the_shards_of_each_rank_are_refused_with_fsdp1(run: Run) -> None:
+    run(clip_alone)
+
+
+def penalize_weights() -> str:
+    accelerator = Accelerator(fsdp_plugin=plugin_of(1, use_orig_params=True))
+    model: Any = accelerator.prepare(plain())
+    penalty = sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
+    x, y = next(batches(accelerator.device))
+    with pytest.raises(StateError) as error:
+        accelerator.backward(loss_of(model, x, y) + penalty)
+    return str(error.value)
+
+
+def test_a_penalty_on_flat_shards_is_refused(run: Run) -> None:
+    assert all("Set fsdp_version=2" in text for text in run(penalize_weights))
+
+
+def step_parts() -> str:
+    accelerator = Accelerator(fsdp_plugin=plugin_of(1, use_orig_params=False))
+    model = plain()
+    first, second = ([*model.parameters()][start::2] for start in (0, 1))
+    with pytest.raises(PreparationError) as error:
+        accelerator.prepare(model, torch.optim.SGD(first, lr=0.1), torch.optim.SGD(second, lr=0.1))
+    return str(error.value)
+
+
+def test_an_optimizer_of_a_part_of_a_flat_unit_is_refused(run: Run) -> None:
+    for text in run(step_parts):
+        assert text.startswith("SGD steps ")
+        assert "which FSDP 1 joins into one parameter. Set use_orig_params=True" in text

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tests.stand_ins.cases import call_for_each
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.base import PreparationError
+from accelerate.base import PreparationError, StateError
 
 Run = Callable[..., list[Any]]
 SIZES = {
@@ -187,3 +189,92 @@ def test_an_adapter_that_cannot_be_sharded_is_refused(run: Run) -> None:
     pytest.importorskip("peft")
     for refused in run(train_adapter, {"tp_size": 2}, {"use_dora": True}, processes=2):
         assert "has an adapter that cannot be sharded" in refused
+
+
+class Scaled(Layers):
+    """A scale of the part of a rank, or of whole values, before dropout."""
+
+    def __init__(self, is_inside: bool, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.is_inside, self.dropout = is_inside, torch.nn.Dropout(dropout)
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner, outer = (self.scale, 1.0) if self.is_inside else (1.0, self.scale)
+        hidden = self.down((self.up(self.dropout(self.first(x))) * inner).tanh())
+        return self.last(hidden * outer)
+
+
+def compare_gradients(mesh: dict[str, int], is_sharded: bool) -> None:
+    accelerator = Accelerator(
+        parallelism_config=ParallelismConfig(**mesh),
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if is_sharded else None,
+    )
+    x = torch.arange(12.0, device=accelerator.device).view(3, 4) / 12
+    accelerator.backward(accelerator.prepare(Scaled(is_inside=False))(x).square().sum())
+    message = "Ranks of tensor parallelism have different gradients of "
+    inside, dropped = Scaled(is_inside=True), Scaled(is_inside=False, dropout=0.5)
+    for model, name in ((inside, "scale"), (dropped, "first.weight")):
+        torch.manual_seed(accelerator.process_index)
+        loss = accelerator.prepare(model)(x).square().sum()
+        with pytest.raises(StateError, match=f"{message}.*{name}"):
+            accelerator.backward(loss)
+        accelerator.free_memory()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "is_sharded"),
+    [
+        ({"tp_size": 2}, False),
+        pytest.param({"tp_size": 2, "dp_replicate_size": 2}, False, marks=pytest.mark.slow),
+        pytest.param({"tp_size": 2, "dp_shard_size": 2}, True, marks=pytest.mark.slow),
+    ],
+)
+def test_different_gradients_of_whole_parameters_are_refused(
+    run: Run, mesh: dict[str, int], is_sharded: bool
+) -> None:
+    run(
+        compare_gradients, mesh, is_sharded, processes=2 * mesh.get("dp_replicate_size", 1) * (1 + is_sharded)
+    )
+
+
+def penalize(kind: str) -> str:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2) if kind == "plan" else None)
+    model: Any = Layers()
+    if kind == "before":
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = accelerator.prepare(model)
+    x = torch.ones(3, 4, requires_grad=True)
+    with pytest.raises(StateError) as error:
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["plan", "before"])
+def test_a_gradient_penalty_is_refused(run: Run, kind: str) -> None:
+    assert all("create_graph=True" in text for text in run(penalize, kind))
+
+
+class Words(torch.nn.Module):
+    tp_plan = {"rows": "rowwise", "columns": "colwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.rows, self.columns = torch.nn.Embedding(8, 4), torch.nn.Embedding(8, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.rows(tokens) + self.columns(tokens)
+
+
+def embed(mesh: dict[str, int]) -> torch.Tensor:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(**mesh) if mesh else None)
+    tokens = torch.arange(8, device=accelerator.device).view(2, 4)
+    return accelerator.prepare(Words())(tokens).detach().cpu()
+
+
+def test_embeddings_have_whole_inputs_and_outputs(run: Run) -> None:
+    (expected,) = run(embed, {}, processes=1)
+    for found in run(embed, {"tp_size": 2}):
+        torch.testing.assert_close(found, expected)

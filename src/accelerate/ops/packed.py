@@ -8,6 +8,7 @@ small tensors packed into flat buffers, and large ones separately and without a 
 
 from __future__ import annotations
 
+import logging
 import pickle
 from array import array
 from collections.abc import Sequence
@@ -162,7 +163,13 @@ def to_full_tensor(value: Any) -> Tensor:
     Called on all ranks of the mesh. Shards that are offloaded to the CPU are moved to that device first,
     because the process group may have no backend for the CPU.
     """
-    full: Tensor = value.to(value.device_mesh.device_type).full_tensor()
+    # torch warns that several gathers of a tensor are slower than one, and that sums would be rounded.
+    log = logging.getLogger("torch.distributed.tensor._redistribute")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        full: Tensor = value.to(value.device_mesh.device_type).full_tensor()
+    finally:
+        log.disabled = was_disabled
     return full
 
 

@@ -1,4 +1,4 @@
-"""Comparison of the factors by which the ranks of a pipeline scale their gradients before a step."""
+"""Comparison of the factors by which ranks with parts of a model scale their gradients before a step."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MIN_COMPARED = 8
 class GradientScales:
     """Observer of an optimizer that raises an error if ranks scale their gradients by different factors.
 
-    A loop that computes the norm of the gradients of its optimizer has the norm of the stages of its rank,
-    so that the ranks clip differently. Steps whose number is a power of two are compared.
+    A loop that computes the norm of the gradients of its optimizer has the norm of the stages or shards of
+    its rank, so that the ranks clip differently. Steps whose number is a power of two are compared.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class GradientScales:
             self._computed = [(p, _elements(p).clone()) for p in islice(trained, _NUM_PARAMETERS)]
 
     def before_step(self, optimizer: object) -> None:
-        """Raises an error on all ranks of the pipeline if their factors differ."""
+        """Raises an error on all ranks of the group if their factors differ."""
         self._num_steps += 1
         if not must_compare(self._num_steps):
             return
@@ -52,10 +52,11 @@ class GradientScales:
         if len(known) and known.max() - known.min() > errors.max() * known.abs().max():
             texts = ", ".join(f"{factor:.3g}" for factor in known.tolist())
             raise StateError(
-                f"The ranks of a pipeline have scaled their gradients by different factors ({texts}) between "
-                "the backward pass and the step, such as by a norm of the gradients of their own stages. "
-                "Call accelerator.clip_grad_norm_(model.parameters(), max_norm), which computes the norm of "
-                "all stages, or set learning rates of parameter groups to scale the updates of layers."
+                f"Ranks with parts of a model have scaled their gradients by different factors ({texts}) "
+                "between the backward pass and the step, such as by a norm of the gradients of their own "
+                "stages or shards. Call accelerator.clip_grad_norm_(model.parameters(), max_norm), which "
+                "computes the norm of all gradients, or set learning rates of parameter groups to scale the "
+                "updates of layers."
             )
 
     @torch.no_grad()

@@ -36,6 +36,11 @@ from accelerate.strategies.dtensors import (
     sparse_weights,
     units_of,
 )
+from accelerate.strategies.fsdp.gradient_hooks import (
+    NO_SECOND_DERIVATIVES,
+    ONE_BACKWARD,
+    refuse_second_derivatives,
+)
 from accelerate.strategies.layer import Layer, WeakStrategy
 from accelerate.strategies.session import Bundle, Kind
 from accelerate.strategies.state import StrategyState
@@ -223,6 +228,9 @@ class ShardedModels(Layer):
             )
         if evaluation:
             adopted.replicas.clear()
+        elif self._stages_of(model) is None:
+            message = ONE_BACKWARD if units_of(model) else NO_SECOND_DERIVATIVES
+            converted.register_forward_hook(partial(refuse_second_derivatives, message))
         adopted.send_unsharded()
         return converted
 

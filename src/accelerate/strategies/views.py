@@ -51,6 +51,14 @@ def shard_unit(unit: nn.Module, **options: Any) -> None:
 
     return_no_views(unit)
     fully_shard(unit, **options)
+    unit.register_forward_pre_hook(_gather_outside_inference, prepend=True)
+
+
+def _gather_outside_inference(unit: Any, args: object) -> None:
+    """Lets the first forward of a unit allocate tensors that can be trained, also in inference mode."""
+    if torch.is_inference_mode_enabled() and not torch_private.has_gathered(unit):
+        with torch.inference_mode(mode=False):
+            unit.unshard()
 
 
 def _replace_views(module: nn.Module, args: tuple[Any, ...], outputs: object) -> Any:

@@ -20,6 +20,7 @@ from accelerate.torch_private.fsdp import (
     drop_unreduced_gradients as drop_unreduced_gradients,
     flat_units as flat_units,
     gradient_sync as gradient_sync,
+    has_gathered as has_gathered,
     is_freed_after_forward as is_freed_after_forward,
     is_unit_of_fsdp2 as is_unit_of_fsdp2,
     is_view_of_flat_parameter as is_view_of_flat_parameter,

@@ -207,6 +207,11 @@ def is_freed_after_forward(unit: object) -> bool:
     return any(group.post_forward_mesh_info is not None for group in _groups_of_unit(unit))
 
 
+def has_gathered(unit: object) -> bool:
+    """Returns whether a unit of FSDP 2 has allocated its gathered parameters before."""
+    return all(hasattr(p, "_unsharded_param") for group in _groups_of_unit(unit) for p in group.fsdp_params)
+
+
 def is_unit_of_fsdp2(module: nn.Module) -> bool:
     """Returns whether FSDP 2 gathers parameters before the forward of a module."""
     return bool(_groups_of_unit(module))

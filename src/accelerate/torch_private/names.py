@@ -182,6 +182,11 @@ NAMES: dict[str, PrivateName] = {
         "torch.utils._python_dispatch:TorchDispatchMode",
         "The base class of modes that intercept each operator; the documentation uses this name.",
     ),
+    "initialize_fsdp1": PrivateName(
+        "torch.distributed.fsdp._runtime_utils:_lazy_init",
+        "Initializes units of FSDP 1, which their first forward does, outside of inference mode.",
+        lambda: lambda *units: None,
+    ),
     "dispatch_modes_disabled": PrivateName(
         "torch.utils._python_dispatch:_disable_current_modes",
         "Hides a comparison from modes that count operators, such as those of FLOPs and collectives.",

@@ -19,7 +19,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import SelectiveCheckpointContext, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.hooks import RemovableHandle
 
 memory_dump: Callable[[Any], Callable[[str], None]] = attrgetter("_dump_snapshot")
@@ -212,6 +216,13 @@ def _both(first: Any, second: Any) -> Iterator[None]:
         yield
 
 
+_RECORDING: list[Any] = [
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+]
+"""Operators of `torch.profiler.record_function`."""
+
+
 def selective_checkpoint_contexts(
     policy: Callable[..., Any], keep: Callable[[Any, Any], None]
 ) -> tuple[Any, Any]:
@@ -221,6 +232,8 @@ def selective_checkpoint_contexts(
         policy: Policy of `create_selective_checkpoint_contexts`.
         keep: Function of an operator and its outputs, for versions of torch whose policy does not get them.
     """
+    # Units of FSDP inside a region record other names in the recomputation.
+    SAC_IGNORED_OPS.update(_RECORDING)
     create: Callable[[Any], tuple[Any, Any]] = create_selective_checkpoint_contexts
     forward, recomputation = create(policy)
     # Torch since 2.14 warns if outputs are not offloaded to the CPU where inputs are, unless this is set.

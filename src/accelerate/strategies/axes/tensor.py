@@ -18,7 +18,9 @@ from accelerate.base import PreparationError, listed, wrong_value
 from accelerate.logging import get_logger
 from accelerate.parallelism_config import MeshAxis
 from accelerate.planning import Layout
+from accelerate.strategies.axes.whole_gradients import WholeGradients
 from accelerate.strategies.layer import Layer
+from accelerate.strategies.replicas import OPTION
 from accelerate.strategies.session import Bundle, Kind
 from accelerate.weights import find_tied_parameters, retie_parameters
 
@@ -38,6 +40,9 @@ class TensorAxis(Layer):
 
     def __init__(self, strategy: Any) -> None:
         self._mesh, self._session = strategy.context.mesh, strategy.session
+        self._gradients = None
+        if strategy.context.gradients.plugin_kwargs.get(OPTION, True):
+            self._gradients = WholeGradients(self._mesh.get_group(AXIS), strategy.context.device)
         self._in_stages = strategy.context.request.parallelism.pp_enabled
 
     @contextmanager
@@ -54,6 +59,10 @@ class TensorAxis(Layer):
     def _shard(self, model: nn.Module) -> nn.Module:
         shard_layers(model, self._mesh)
         return model
+
+    def backward_done(self) -> None:
+        if self._gradients is not None:
+            self._gradients.compare(self._session.prepared.models)
 
     def memory_layout(self, layout: Layout) -> Layout:
         size = self._mesh[AXIS].size()
@@ -131,6 +140,9 @@ def plan_of(model: nn.Module, experts: Collection[nn.Module] = ()) -> dict[str, 
             f"The tp_plan of {kind} fits none of its modules: {listed(list(plan))}. Write patterns of their "
             f"names, such as {listed([name for name in names if name][:3])}."
         )
+    for name, style in matched.items():
+        if style in ("colwise", "rowwise") and isinstance(model.get_submodule(name), nn.Embedding):
+            matched[name] = f"embedding_{style}"  # its inputs and outputs are whole
     tied = _tied_outside(model, matched)
     if tied:
         logger.info(

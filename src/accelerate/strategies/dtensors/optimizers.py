@@ -100,8 +100,19 @@ class ParameterRemapper:
 
     def rejoin(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Adds the new parameters to the optimizers."""
+        joined: dict[int, set[str]] = {}
+        for name in self._old.values():  # type: ignore[no-untyped-call]
+            joined.setdefault(id(parameters.get(name)), set()).add(name)
         for optimizer, groups in self._members.items():
             seen: set[int] = set()
+            stepped = {member for members in groups for member in members if isinstance(member, str)}
+            partly = [names for names in joined.values() if names & stepped and names - stepped]
+            if partly:
+                raise PreparationError(
+                    f"{type(optimizer).__name__} steps {listed(sorted(partly[0] & stepped))} without "
+                    f"{listed(sorted(partly[0] - stepped))}, which FSDP 1 joins into one parameter. Set "
+                    "use_orig_params=True, or fsdp_version=2."
+                )
             for group, members in zip(optimizer.param_groups, groups, strict=True):
                 lost = [member for member in members if isinstance(member, str) and member not in parameters]
                 if lost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,19 @@ ONE_BACKWARD = (
     "DistributedDataParallel, or compute the penalty from forwards only, such as the change of the outputs "
     "for a small change of the inputs."
 )
+NO_SECOND_DERIVATIVES = (
+    "Gradients are computed with create_graph=True, such as for a gradient penalty, and layers that tensor "
+    "or expert parallelism shards have no second derivatives. Train without tp_size and ep_size, or compute "
+    "the penalty from forwards only, such as the change of the outputs for a small change of the inputs."
+)
+_PENALTY = "The loss adds a value of sharded parameters, such as a penalty on weights, to one of outputs."
+_DECAY = "weight_decay of the optimizer."
 ERRORS = {
     "storage of size 0": ONE_BACKWARD,
     "got mixed torch.Tensor and DTensor": (
-        "The loss adds a value of sharded parameters, such as a penalty on weights, to one of outputs. Use "
-        "parameter.full_tensor() in the penalty, or weight_decay of the optimizer."
+        f"{_PENALTY} Use parameter.full_tensor() in the penalty, or {_DECAY}"
     ),
+    "SplitWithSizesBackward0 returned an invalid gradient": f"{_PENALTY} Set fsdp_version=2, or use {_DECAY}",
 }
 """Messages for errors of torch in a backward pass, by a part of their texts."""
 _FIX = (
@@ -79,17 +87,17 @@ class GradientHookCheck:
                 )
 
 
-def refuse_second_derivatives(module: nn.Module, args: object, outputs: object) -> None:
+def refuse_second_derivatives(message: str, module: nn.Module, args: object, outputs: object) -> None:
     """Makes a backward pass with `create_graph=True` from the outputs of a module raise an error.
 
-    Kernels would read weights that FSDP has freed.
+    Kernels would read weights that FSDP has freed, and DTensors would omit terms of the derivative.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         for tensor in iterate_tensors(outputs):
             if tensor.requires_grad:
-                tensor.register_hook(_check_derivative)  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(_check_derivative, message))  # type: ignore[no-untyped-call]
 
 
-def _check_derivative(gradient: Tensor) -> None:
+def _check_derivative(message: str, gradient: Tensor) -> None:
     if torch.is_grad_enabled():
-        raise StateError(ONE_BACKWARD)
+        raise StateError(message)

@@ -10,7 +10,7 @@ import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from accelerate.strategies.axes import (
 )
 from accelerate.strategies.dtensors import apply_to_shards, named_parameters
 from accelerate.strategies.fsdp.arguments import check_arguments
+from accelerate.strategies.fsdp.gathered import GatheredWeights, UnitParameter, refuse_renormalized
 from accelerate.strategies.fsdp.parameters import (
     MainWeights,
     check_ignored,
@@ -80,7 +81,10 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
         None if loads_from_rank0 else accelerator.device,
         getattr(accelerator, "scaler_handler", None),
     )
-    ignored |= whole or set()
+    ignored |= unshardable(model) | (whole or set())
+    for parameter in model.parameters():
+        if not (parameter in ignored or parameter.is_contiguous()):  # such as channels_last
+            parameter.data = parameter.data.contiguous()
     parallelism = accelerator.state.parallelism_config
     has_experts = parallelism is not None and parallelism.ep_enabled
     experts = list_experts(model, parallelism.ep_handler.is_experts) if has_experts else []
@@ -107,6 +111,11 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
     return model
 
 
+def unshardable(model: nn.Module) -> set[nn.Parameter]:
+    """Returns parameters without dimensions or elements, whose gradients are averaged instead."""
+    return {parameter for parameter in model.parameters() if parameter.ndim == 0 or not parameter.numel()}
+
+
 def _meshes_with_experts(accelerator: Any) -> ExpertMeshes | None:
     """Returns the meshes of a run with expert parallelism, or None without it."""
     parallelism = accelerator.state.parallelism_config
@@ -128,8 +137,9 @@ def plan_units(
         keep_master_weights(model, keeps_fp16)
     check_ignored(plugin.ignored_modules, model)
     ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
+    refuse_renormalized(model, ignored)
     names = [name for name, p in model.named_parameters() if p.requires_grad and p in ignored]
-    if names:
+    if names and plugin.fsdp_version == 1:
         logger.warning(
             f"{len(names)} parameters of {type(model).__name__} train and are in ignored_modules, so their "
             f"gradients are not averaged over ranks: {listed(names)}. Freeze them, or do not ignore them."
@@ -161,7 +171,9 @@ def _shard(
     float32_policy = dataclasses.replace(
         policy, param_dtype=torch.float32, output_dtype=policy.param_dtype, cast_forward_inputs=True
     )
-    wrappers = outermost_wrappers(model)
+    wrappers, units = outermost_wrappers(model), list(units)
+    for unit, held in zip([*units, model], parameters_by_unit(model, units, ignored), strict=True):
+        GatheredWeights(held).register(unit)
     for unit in units:
         shard_unit(
             wrappers.get(unit, unit),
@@ -288,14 +300,6 @@ def _policy_of(plugin: Any, model: nn.Module) -> Any:
 
 
 # Units
-
-
-class UnitParameter(NamedTuple):
-    """Parameter of a unit, with its module and its name in the model."""
-
-    module: nn.Module
-    name: str
-    parameter: nn.Parameter
 
 
 def choose_units(plugin: object, model: nn.Module) -> list[nn.Module]:

@@ -53,12 +53,14 @@ from accelerate.strategies.dtensors import (
 )
 from accelerate.strategies.fsdp.gradient_hooks import (
     ERRORS,
+    NO_SECOND_DERIVATIVES,
+    ONE_BACKWARD,
     GradientHookCheck,
     hooked_parameters,
     refuse_lost_hooks,
     refuse_second_derivatives,
 )
-from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype
+from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype, unshardable
 from accelerate.strategies.layer import divided
 from accelerate.strategies.replicas import ALL_RANKS, ReplicaCheck, watch_replicas
 from accelerate.strategies.request import Context, require_plugin
@@ -219,7 +221,7 @@ class Fsdp2(DistributedTensors):
         parts = next(filter(None, (layer.parts_to_shard(model) for layer in self.layers)), None)
         if parts is None:
             self._check_unsharded(model)
-            model.register_forward_hook(refuse_second_derivatives)
+            model.register_forward_hook(partial(refuse_second_derivatives, ONE_BACKWARD))
         for part in [model] if parts is None else parts:
             prepare = self.context.functions().fsdp2_prepare_model
             self.follow(part, partial(prepare, self.context.accelerator(), part), named_parameters)
@@ -280,6 +282,7 @@ class TensorParallel(DistributedTensors):
     def split(self, model: nn.Module) -> nn.Module:
         self.session.change(model, partial(move_module, device=self.context.device))
         send_unsharded(model.parameters())
+        model.register_forward_hook(partial(refuse_second_derivatives, NO_SECOND_DERIVATIVES))
         return self.follow(model, partial(self._shard_layers, model), named_parameters)
 
     def _shard_layers(self, model: nn.Module) -> nn.Module:
@@ -289,6 +292,12 @@ class TensorParallel(DistributedTensors):
 
 class ReplicatedTensorParallel(TensorParallel):
     """Tensor parallelism with data parallelism, in which FSDP 2 averages gradients over the replicas."""
+
+    def split(self, model: nn.Module) -> nn.Module:
+        sharded = super().split(model)
+        for layer in self.layers:
+            layer.model_sharded(sharded)
+        return sharded
 
     def _shard_layers(self, model: nn.Module) -> nn.Module:
         """Shards layers, and makes FSDP 2 average gradients, with shards over one rank as replicas."""
@@ -302,7 +311,12 @@ class ReplicatedTensorParallel(TensorParallel):
         units = split_by_dtype(model, [], set())
         shard_layers(model, mesh)
         for unit in (*units, model):
-            shard_unit(unit, mesh=mesh["replicate", "shard"], reshard_after_forward=False)
+            shard_unit(
+                unit,
+                mesh=mesh["replicate", "shard"],
+                reshard_after_forward=False,
+                ignored_params=unshardable(model),
+            )
         apply_to_shards(model)
         return model
 
@@ -317,7 +331,12 @@ class ReplicatedTensorParallel(TensorParallel):
             shard_experts(module, meshes.experts, meshes.copies, meshes.scale)
         for unit in (*units, model):
             mesh = meshes.experts if unit in experts else meshes.others
-            shard_unit(unit, mesh=mesh[FSDP_DIMENSIONS], reshard_after_forward=False)
+            shard_unit(
+                unit,
+                mesh=mesh[FSDP_DIMENSIONS],
+                reshard_after_forward=False,
+                ignored_params=unshardable(model),
+            )
         apply_to_shards(model)
         return model
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
@@ -26,6 +27,7 @@ from accelerate.checkpointing import ShardedState
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.nested import recursively_apply
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.strategies.base import refuse_sharded_model
 from accelerate.strategies.dtensors import (
     Groups,
@@ -35,14 +37,17 @@ from accelerate.strategies.dtensors import (
     send_from_main,
 )
 from accelerate.strategies.fsdp import flat_states, flat_weights
+from accelerate.strategies.fsdp.gathered import GatheredWeights, UnitParameter
 from accelerate.strategies.fsdp.gradient_hooks import (
+    ONE_BACKWARD,
     hooked_parameters,
     refuse_lost_hooks,
     refuse_second_derivatives,
 )
 from accelerate.strategies.fsdp.parameters import ensure_weights_retied, get_parameters_from_modules
-from accelerate.strategies.fsdp.sharding import UnitParameter, parameters_by_unit, plan_units
+from accelerate.strategies.fsdp.sharding import parameters_by_unit, plan_units
 from accelerate.strategies.fsdp.strategies import FsdpState, Sharded
+from accelerate.strategies.gradient_scales import GradientScales
 from accelerate.strategies.recomputed_blocks import recompute
 from accelerate.strategies.request import Context
 from accelerate.strategies.session import parameter_ids
@@ -159,6 +164,7 @@ class Fsdp1(Sharded):
         super().__init__(context)
         self._groups = WeakIdKeyDictionary()
         self.roots: WeakSet[FSDP] = WeakSet()
+        self._scales: WeakKeyDictionary[Any, GradientScales] = WeakKeyDictionary()
 
     @property
     def frees_after_forward(self) -> bool:
@@ -187,6 +193,19 @@ class Fsdp1(Sharded):
             "such as AdamW. Set the attribute whole_matrices = False of the optimizer to accept it."
         )
 
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
+        wrapped = super().wrap_optimizer(optimizer, to_device=to_device)
+        group = dist.group.WORLD
+        if group is not None and not self.keeps_whole_weights:
+            self._scales[wrapped] = GradientScales(group, self.context.device)
+            wrapped.observers = (*wrapped.observers, self._scales[wrapped])
+        return wrapped
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        super().backward(loss, **kwargs)
+        for optimizer, scales in self._scales.items():
+            scales.after_batch(optimizer.parameters())
+
     def split(self, model: nn.Module) -> nn.Module:
         """Returns the wrapped model, in which each unit has its own wrapper."""
         refuse_sharded_model(model, "Pass it before it is sharded; fsdp_plugin says how this run shards it.")
@@ -198,17 +217,21 @@ class Fsdp1(Sharded):
             module.register_forward_hook(partial(_cast_output, plugin.mixed_precision_policy.param_dtype))
         units = [*exact, *chosen]
         hooked = hooked_parameters(model)
-        for held in parameters_by_unit(model, units, ignored):
+        for part, held in zip([*units, model], parameters_by_unit(model, units, ignored), strict=True):
             self._check_unit(model, held)
             refuse_lost_hooks(hooked, [(each.parameter, None) for each in held])
+            if not self.keeps_whole_weights:
+                GatheredWeights(held).register(part)
         if not self.keeps_whole_weights:
-            model.register_forward_hook(refuse_second_derivatives)
+            model.register_forward_hook(partial(refuse_second_derivatives, ONE_BACKWARD))
         sharded = self.follow(model, partial(self._shard, model, units, exact), joined_parameters)
         for _, unit in torch_private.flat_units(sharded):
             if unit.group is not None and unit.is_sharded:
                 stepped = [unit.flat] if unit.originals is None else unit.originals
                 self._groups.update(dict.fromkeys(stepped, (unit.group,)))
         self.roots.add(sharded)  # type: ignore[arg-type]
+        sharded.register_forward_pre_hook(_initialize)
+        sharded.register_forward_hook(_free_after_evaluation)
         if plugin.activation_checkpointing:
             recompute(sharded, chosen)
         return sharded
@@ -301,6 +324,30 @@ def root_of(model: nn.Module) -> FSDP | None:
     """Returns the outermost unit of a model, which may be compiled, or None without units."""
     inner = torch_private.uncompiled(model)
     return inner if isinstance(inner, FSDP) else None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _initialize(root: nn.Module, args: object) -> None:
+    """Lets the first forward allocate tensors that can be trained, also in inference mode."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False):
+            torch_private.initialize_fsdp1(root, root)
+
+
+def _free_after_evaluation(root: nn.Module, args: object, outputs: object) -> None:
+    """Frees gathered parameters after a forward without gradients, so that the next forward gathers changes.
+
+    Torch keeps those of the outermost unit, and with SHARD_GRAD_OP of all units, for a backward pass.
+    """
+    if not torch.is_grad_enabled():
+        _free(root)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _free(root: nn.Module) -> None:
+    for _, unit in torch_private.flat_units(root):
+        if not unit.is_summoned:
+            unit.reshard()
 
 
 def _is_contiguous(root: FSDP) -> bool:
