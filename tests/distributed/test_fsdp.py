@@ -932,7 +932,7 @@ def test_norms_of_the_shards_of_each_rank_are_refused_with_fsdp1(run: Run) -> No
 
 
 def penalize_weights() -> str:
-    accelerator = Accelerator(fsdp_plugin=plugin_of(1, use_orig_params=True))
+    accelerator = Accelerator(fsdp_plugin=plugin_of(1, use_orig_params=False))
     model: Any = accelerator.prepare(plain())
     penalty = sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
     x, y = next(batches(accelerator.device))
@@ -942,7 +942,7 @@ def penalize_weights() -> str:
 
 
 def test_a_penalty_on_flat_shards_is_refused(run: Run) -> None:
-    assert all("Set fsdp_version=2" in text for text in run(penalize_weights))
+    assert all("Set use_orig_params=True" in text for text in run(penalize_weights))
 
 
 def step_parts() -> str:

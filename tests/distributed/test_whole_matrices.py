@@ -376,9 +376,10 @@ def change_parameters(layout: str) -> Any:
         for each, of in ((optimizer, inner), (plain, reference)):
             if number == 2:
                 each.add_param_group({"params": [of.get_parameter(late)], "lr": 0.1})
-            if number >= 4:
-                of.get_parameter(names[0]).requires_grad_(False)
-                of.get_parameter(names[0]).grad = None
+            frozen = names[1:2] if number == 2 else names[:1] if number > 2 else []
+            for name in names:
+                parameter = of.get_parameter(name).requires_grad_(name not in frozen)
+                parameter.grad = parameter.grad if parameter.requires_grad else None
             each.step()
         if number == 4:
             optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))

@@ -68,6 +68,7 @@ class MatrixOwners(Owners):
         self._trained: list[Tensor] = []
         self._parameters: dict[str, Tensor] = {}
         self._matrices: dict[str, Matrix] = {}
+        self._owners: dict[str, int] = {}  # also of parameters that are frozen now, whose states stay
         self._buckets: list[list[Matrix]] = []
         self._is_expected = is_expected
         optimizer.optimizer.register_step_pre_hook(partial(_refuse_other_steps, ref(optimizer)))
@@ -106,8 +107,8 @@ class MatrixOwners(Owners):
         ]
         transport = current_transport()
         ranks = transport.gather_object({key: _box_of(key, parameter) for key, parameter in pairs})
-        known = {key: matrix.owner for key, matrix in self._matrices.items()}
-        self._matrices = {matrix.key: matrix for matrix in plan_owners(ranks, known)}
+        self._matrices = {matrix.key: matrix for matrix in plan_owners(ranks, self._owners)}
+        self._owners.update({key: matrix.owner for key, matrix in self._matrices.items()})
         self._buckets = by_dtype(self._matrices.values())
         self._parameters, self._trained = dict(pairs), trained
         self.after_load()

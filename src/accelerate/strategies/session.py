@@ -235,7 +235,7 @@ class PrepareSession:
                 for old in [key for key in inner.state if isinstance(key, Tensor) and key in self.dropped]:
                     del inner.state[old]
             if update_singly(inner):
-                inner.register_load_state_dict_post_hook(update_singly)  # type: ignore[arg-type]
+                torch_private.call_after_load(inner, update_singly)
 
     def change(self, model: nn.Module, change: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """Returns the result of a function that changes a model, whose new parameters optimizers step."""

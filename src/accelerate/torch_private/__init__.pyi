@@ -68,6 +68,7 @@ from accelerate.torch_private.modules import (
     GRADIENT_HOOKS as GRADIENT_HOOKS,
     WRAPPED as WRAPPED,
     Weights as Weights,
+    call_after_load as call_after_load,
     call_forward_hooks as call_forward_hooks,
     count_compilations as count_compilations,
     count_recompilations as count_recompilations,

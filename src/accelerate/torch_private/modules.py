@@ -82,6 +82,15 @@ def is_stepped_in_backward(parameter: Tensor) -> bool:
     return hasattr(parameter, "_in_backward_optimizers")
 
 
+def call_after_load(optimizer: torch.optim.Optimizer, hook: Callable[[Any], Any]) -> None:
+    """Calls a function with an optimizer after its `load_state_dict`.
+
+    Optimizers that wrap others may not call the constructor of torch's class, which creates the hooks.
+    """
+    vars(optimizer).setdefault("_optimizer_load_state_dict_post_hooks", OrderedDict())
+    optimizer.register_load_state_dict_post_hook(hook)
+
+
 def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether an optimizer has hooks that change or follow `load_state_dict`."""
     names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")

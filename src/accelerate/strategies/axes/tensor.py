@@ -40,9 +40,8 @@ class TensorAxis(Layer):
 
     def __init__(self, strategy: Any) -> None:
         self._mesh, self._session = strategy.context.mesh, strategy.session
-        self._gradients = None
-        if strategy.context.gradients.plugin_kwargs.get(OPTION, True):
-            self._gradients = WholeGradients(self._mesh.get_group(AXIS), strategy.context.device)
+        self._context = strategy.context
+        self._gradients: WholeGradients | None = None
         self._in_stages = strategy.context.request.parallelism.pp_enabled
 
     @contextmanager
@@ -61,7 +60,9 @@ class TensorAxis(Layer):
         return model
 
     def backward_done(self) -> None:
-        if self._gradients is not None:
+        if self._context.gradients.plugin_kwargs.get(OPTION, True):
+            if self._gradients is None:
+                self._gradients = WholeGradients(self._mesh.get_group(AXIS), self._context.device)
             self._gradients.compare(self._session.prepared.models)
 
     def memory_layout(self, layout: Layout) -> Layout:

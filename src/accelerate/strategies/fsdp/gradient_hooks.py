@@ -33,7 +33,11 @@ ERRORS = {
     "got mixed torch.Tensor and DTensor": (
         f"{_PENALTY} Use parameter.full_tensor() in the penalty, or {_DECAY}"
     ),
-    "SplitWithSizesBackward0 returned an invalid gradient": f"{_PENALTY} Set fsdp_version=2, or use {_DECAY}",
+    "'fsdp::chunk_cat' with arguments from the 'Sparse": (
+        "An embedding with sparse=True has sparse gradients, and FSDP reduces dense ones. Set sparse=False, "
+        "or add the embedding to ignored_modules."
+    ),
+    "SplitWithSizesBackward0 returned an invalid gradient": f"{_PENALTY} Set use_orig_params=True, or use {_DECAY}",
 }
 """Messages for errors of torch in a backward pass, by a part of their texts."""
 _FIX = (

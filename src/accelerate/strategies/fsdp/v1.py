@@ -203,7 +203,7 @@ class Fsdp1(Sharded):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         super().backward(loss, **kwargs)
-        for optimizer, scales in self._scales.items():
+        for optimizer, scales in list(self._scales.items()):
             scales.after_batch(optimizer.parameters())
 
     def split(self, model: nn.Module) -> nn.Module:
