@@ -37,7 +37,9 @@ ERRORS = {
         "An embedding with sparse=True has sparse gradients, and FSDP reduces dense ones. Set sparse=False, "
         "or add the embedding to ignored_modules."
     ),
-    "SplitWithSizesBackward0 returned an invalid gradient": f"{_PENALTY} Set use_orig_params=True, or use {_DECAY}",
+    "SplitWithSizesBackward0 returned an invalid gradient": (
+        f"{_PENALTY} Set use_orig_params=True, or use {_DECAY}"
+    ),
 }
 """Messages for errors of torch in a backward pass, by a part of their texts."""
 _FIX = (
