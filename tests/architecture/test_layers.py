@@ -122,7 +122,18 @@ def test_only_users_of_a_package_import_its_resolver(sources: list[Any], modules
 
 STRATEGIES = (
     *("batches", "documents", "module_state", "tolerances", "object_state", "views", "fixed_draws"),
-    *("trial_steps", "matrix_plan", "dtensors", "session", "request", "state", "dtensor_state", "layer"),
+    "gradient_scales",
+    *(
+        "gradient_scales",
+        "trial_steps",
+        "matrix_plan",
+        "dtensors",
+        "session",
+        "request",
+        "state",
+        "dtensor_state",
+        "layer",
+    ),
     *("axes", "pipeline", "sharded_models", "activation_offload", "recomputed_values", "recomputed_blocks"),
     *("base", "compilation", "recomputation", "isolation", "replicas", "matrix_owners", "composition"),
     *("fsdp", "ddp", "deepspeed", "megatron", "xla"),

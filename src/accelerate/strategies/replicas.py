@@ -21,6 +21,7 @@ from accelerate import torch_private
 from accelerate.base import StateError, listed
 from accelerate.logging import get_logger
 from accelerate.ops import current_transport, flight_recorder, is_dtensor, local_tensor
+from accelerate.strategies.tolerances import CHECK_REPLICAS
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -30,7 +31,6 @@ logger = get_logger(__name__)
 
 PURPOSE = "comparison of replicas"
 """Name of the comparison in the flight recorder and in hang reports."""
-OPTION = "check_replicas"
 
 _SAMPLES, _SAMPLE_SIZE = 3, 1 << 16  # parameters, and elements of each, that are compared as numbers
 _GRADIENT_ROUNDING = 0.01  # relative difference of gradients that rounding does not exceed
@@ -79,7 +79,7 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
 
 def watch_replicas(optimizer: AcceleratedOptimizer, check: ReplicaCheck) -> None:
     """Makes an optimizer compare its parameters, unless the program has switched that off."""
-    if optimizer.gradient_state.plugin_kwargs.get(OPTION, True):
+    if optimizer.gradient_state.plugin_kwargs.get(CHECK_REPLICAS, True):
         optimizer.observers = (*optimizer.observers, check)
 
 
@@ -204,7 +204,7 @@ class ReplicaCheck:
         raise StateError(
             f"Ranks have different weights after step {self._steps} of {kind}: {which}. {reason} If ranks "
             "are meant to train apart, pass gradient_accumulation_plugin=GradientAccumulationPlugin("
-            f"{OPTION}=False) to Accelerator."
+            f"{CHECK_REPLICAS}=False) to Accelerator."
         )
 
     def _reason(self, parameter: Tensor | None, *, are_gradients: bool) -> str:

@@ -26,20 +26,18 @@ from accelerate.ops import current_transport
 from accelerate.parallelism_config import Data, MeshAxis, axes_with
 from accelerate.strategies.dtensor_state import DistributedTensorState
 from accelerate.strategies.dtensors import (
+    NO_SECOND_DERIVATIVES,
+    ONE_BACKWARD,
     Replicas,
     gradient_sync,
     keep_gathered,
     named_parameters,
     place_unsharded,
     reduction_in_replicas,
+    refuse_second_derivatives,
     send_unsharded,
     sparse_weights,
     units_of,
-)
-from accelerate.strategies.fsdp.gradient_hooks import (
-    NO_SECOND_DERIVATIVES,
-    ONE_BACKWARD,
-    refuse_second_derivatives,
 )
 from accelerate.strategies.layer import Layer, WeakStrategy
 from accelerate.strategies.session import Bundle, Kind

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+CHECK_REPLICAS = "check_replicas"
+"""Option of gradient accumulation that enables comparisons of ranks."""
+
 
 class Tolerance(NamedTuple):
     """Largest difference of two tensors.

@@ -20,8 +20,8 @@ from accelerate.parallelism_config import MeshAxis
 from accelerate.planning import Layout
 from accelerate.strategies.axes.whole_gradients import WholeGradients
 from accelerate.strategies.layer import Layer
-from accelerate.strategies.replicas import OPTION
 from accelerate.strategies.session import Bundle, Kind
+from accelerate.strategies.tolerances import CHECK_REPLICAS
 from accelerate.weights import find_tied_parameters, retie_parameters
 
 logger = get_logger(__name__)
@@ -60,7 +60,7 @@ class TensorAxis(Layer):
         return model
 
     def backward_done(self) -> None:
-        if self._context.gradients.plugin_kwargs.get(OPTION, True):
+        if self._context.gradients.plugin_kwargs.get(CHECK_REPLICAS, True):
             if self._gradients is None:
                 self._gradients = WholeGradients(self._mesh.get_group(AXIS), self._context.device)
             self._gradients.compare(self._session.prepared.models)

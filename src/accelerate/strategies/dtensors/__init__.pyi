@@ -22,6 +22,11 @@ from accelerate.strategies.dtensors.optimizers import (
     ParameterRemapper as ParameterRemapper,
     fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
 )
+from accelerate.strategies.dtensors.second_derivatives import (
+    NO_SECOND_DERIVATIVES as NO_SECOND_DERIVATIVES,
+    ONE_BACKWARD as ONE_BACKWARD,
+    refuse_second_derivatives as refuse_second_derivatives,
+)
 from accelerate.strategies.dtensors.shards import (
     MAIN as MAIN,
     PLAIN_KINDS as PLAIN_KINDS,

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from accelerate import torch_private
 from accelerate.base import PreparationError, StateError, listed
-from accelerate.nested import iterate_tensors
+from accelerate.strategies.dtensors import ONE_BACKWARD
 from accelerate.strategies.tolerances import must_compare
 
-ONE_BACKWARD = (
-    "The backward pass needs weights that FSDP has freed after an earlier backward pass of the same forward, "
-    "such as that of a gradient penalty (torch.autograd.grad with create_graph=True) or with "
-    "retain_graph=True. FSDP computes one backward pass for a forward. Train this model with "
-    "DistributedDataParallel, or compute the penalty from forwards only, such as the change of the outputs "
-    "for a small change of the inputs."
-)
-NO_SECOND_DERIVATIVES = (
-    "Gradients are computed with create_graph=True, such as for a gradient penalty, and layers that tensor "
-    "or expert parallelism shards have no second derivatives. Train without tp_size and ep_size, or compute "
-    "the penalty from forwards only, such as the change of the outputs for a small change of the inputs."
-)
 _PENALTY = "The loss adds a value of sharded parameters, such as a penalty on weights, to one of outputs."
 _DECAY = "weight_decay of the optimizer."
 ERRORS = {
@@ -91,19 +77,3 @@ class GradientHookCheck:
                     f"register_hook() was called on {len(hooked)} parameters that FSDP shards, and FSDP sets "
                     f"their gradients without calling hooks. {_FIX}"
                 )
-
-
-def refuse_second_derivatives(message: str, module: nn.Module, args: object, outputs: object) -> None:
-    """Makes a backward pass with `create_graph=True` from the outputs of a module raise an error.
-
-    Kernels would read weights that FSDP has freed, and DTensors would omit terms of the derivative.
-    """
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        for tensor in iterate_tensors(outputs):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(_check_derivative, message))  # type: ignore[no-untyped-call]
-
-
-def _check_derivative(message: str, gradient: Tensor) -> None:
-    if torch.is_grad_enabled():
-        raise StateError(message)

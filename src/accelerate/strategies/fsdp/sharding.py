@@ -138,12 +138,6 @@ def plan_units(
     check_ignored(plugin.ignored_modules, model)
     ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
     refuse_renormalized(model, ignored)
-    names = [name for name, p in model.named_parameters() if p.requires_grad and p in ignored]
-    if names and plugin.fsdp_version == 1:
-        logger.warning(
-            f"{len(names)} parameters of {type(model).__name__} train and are in ignored_modules, so their "
-            f"gradients are not averaged over ranks: {listed(names)}. Freeze them, or do not ignore them."
-        )
     chosen = choose_units(plugin, model)
     policy = plugin.mixed_precision_policy
     is_low = policy is not None and policy.param_dtype not in (None, torch.float32)

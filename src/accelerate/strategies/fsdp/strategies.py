@@ -44,21 +44,21 @@ from accelerate.strategies.base import (
 )
 from accelerate.strategies.dtensor_state import DistributedTensorState
 from accelerate.strategies.dtensors import (
+    NO_SECOND_DERIVATIVES,
+    ONE_BACKWARD,
     ParameterRemapper,
     apply_to_shards,
     keep_gathered,
     named_parameters,
+    refuse_second_derivatives,
     send_unsharded,
     units_of,
 )
 from accelerate.strategies.fsdp.gradient_hooks import (
     ERRORS,
-    NO_SECOND_DERIVATIVES,
-    ONE_BACKWARD,
     GradientHookCheck,
     hooked_parameters,
     refuse_lost_hooks,
-    refuse_second_derivatives,
 )
 from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype, unshardable
 from accelerate.strategies.layer import divided

@@ -30,19 +30,19 @@ from accelerate.nested import recursively_apply
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.strategies.base import refuse_sharded_model
 from accelerate.strategies.dtensors import (
+    ONE_BACKWARD,
     Groups,
     clean_name,
     named_parameters,
     names_by_group,
+    refuse_second_derivatives,
     send_from_main,
 )
 from accelerate.strategies.fsdp import flat_states, flat_weights
 from accelerate.strategies.fsdp.gathered import GatheredWeights, UnitParameter
 from accelerate.strategies.fsdp.gradient_hooks import (
-    ONE_BACKWARD,
     hooked_parameters,
     refuse_lost_hooks,
-    refuse_second_derivatives,
 )
 from accelerate.strategies.fsdp.parameters import ensure_weights_retied, get_parameters_from_modules
 from accelerate.strategies.fsdp.sharding import parameters_by_unit, plan_units
@@ -213,6 +213,13 @@ class Fsdp1(Sharded):
         ignored, chosen, exact = plan_units(
             plugin, model, self.context.mixed_precision, None, self.context.request.scaler
         )
+        names = [name for name, p in model.named_parameters() if p.requires_grad and p in ignored]
+        if names:
+            logger.warning(
+                f"{len(names)} parameters of {type(model).__name__} train and are in ignored_modules, so "
+                f"their gradients are not averaged over ranks: {listed(names)}. Freeze them, or do not "
+                "ignore them."
+            )
         for module in exact:
             module.register_forward_hook(partial(_cast_output, plugin.mixed_precision_policy.param_dtype))
         units = [*exact, *chosen]
