@@ -108,8 +108,8 @@ WRITTEN = [row for row in all_options().values() if row.flags and not row.secret
 
 
 def another_value(row: Option) -> Any:
-    if row.choices:
-        read = [row.read(choice, "") for choice in row.choices]
+    if choices := row.choices or row.words:
+        read = [row.read(choice, "") for choice in choices]
         return next((value for value in read if value != row.default), read[0])
     values = {bool: not row.default, int: 2, float: 0.5, str: "--a b=c"}
     return ("x", "y=z") if row.action == "append" else values.get(row.kind, row.default)
