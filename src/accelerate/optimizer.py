@@ -257,11 +257,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of the inner optimizer, with its tensors on the device of their parameters.
 
+        States that an optimizer keeps in a wider dtype than its parameters keep the dtype, unlike in torch.
+
         Raises:
             StateError: The optimizer steps whole matrices, and the state dict has only those of another rank.
         """
         self._observers.before_load(state_dict)
         self.optimizer.load_state_dict(state_dict)
+        torch_private.keep_dtypes(self.optimizer, state_dict)
         torch_private.mark_stepped(self.optimizer)  # in the run that saved the state
         self._observers.after_load()
 

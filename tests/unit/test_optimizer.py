@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +85,53 @@ def test_state_dict_is_that_of_the_inner_optimizer() -> None:
     assert plain.param_groups[0]["lr"] == 0.1
     optimizer.load_state_dict(plain.state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+class Momentum(torch.optim.Optimizer):
+    """An optimizer with float32 averages of bfloat16 gradients, and its own count of steps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault("average", torch.zeros_like(parameter, dtype=torch.float32))
+            state.setdefault("count", torch.tensor([0]))
+            state["average"].lerp_(parameter.grad.float(), 0.01)
+            state["count"] += 1
+            parameter -= (0.1 * state["average"] / state["count"].sqrt()).to(parameter.dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(Momentum, torch.bfloat16), (torch.optim.NAdam, torch.bfloat16), (torch.optim.NAdam, torch.float64)],
+)
+def test_a_run_with_states_of_other_dtypes_than_its_weights_resumes_exactly(
+    states: None, tmp_path: Path, kind: type[torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4, dtype=dtype)
+    model, optimizer = accelerator.prepare(model, kind(model.parameters()))
+
+    def train(num_steps: int) -> list[torch.Tensor]:
+        for step in range(num_steps):
+            inputs = torch.linspace(-1.0, 1.0 + step, 12, dtype=dtype).view(3, 4)
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        return [value.clone() for value in (*model.parameters(), *values)]
+
+    train(3)
+    accelerator.save_state(tmp_path / "state")
+    expected = train(3)
+    accelerator.load_state(tmp_path / "state")
+    resumed = train(3)
+    assert [value.dtype for value in resumed] == [value.dtype for value in expected]
+    assert all(map(torch.equal, resumed, expected))
 
 
 def test_step_returns_what_a_closure_computed() -> None:

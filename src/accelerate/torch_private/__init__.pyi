@@ -94,6 +94,7 @@ from accelerate.torch_private.names import NAMES as NAMES, PrivateName as Privat
 from accelerate.torch_private.optimizers import (
     allow_fp16_gradients as allow_fp16_gradients,
     found_inf as found_inf,
+    keep_dtypes as keep_dtypes,
     mark_stepped as mark_stepped,
     reset_unscaled as reset_unscaled,
     set_scheduler_optimizer as set_scheduler_optimizer,

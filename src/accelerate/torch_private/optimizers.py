@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -92,6 +92,32 @@ def _unscale_shards(
         found = torch.maximum(found, infinite.to(found.device))
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return {found.device: found}
+
+
+def keep_dtypes(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Gives loaded states the dtypes that they were saved in, which torch replaces by those of parameters.
+
+    States are kept that are integers, single numbers, or wider than their parameters. The last are those of
+    optimizers that are not torch's, such as float32 averages of bfloat16 gradients.
+
+    Args:
+        optimizer: Optimizer that has loaded the state dict.
+        state_dict: State dict of the form that torch documents. Others are ignored.
+    """
+    is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    numbers = (number for group in state_dict.get("param_groups", ()) for number in group.get("params", ()))
+    live = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for number, parameter in zip(numbers, live, strict=False):
+        saved, loaded = state_dict.get("state", {}).get(number), optimizer.state.get(parameter)
+        if not (isinstance(saved, Mapping) and isinstance(loaded, dict)):
+            continue
+        for key, value in saved.items():
+            now = loaded.get(key)
+            if not (isinstance(value, Tensor) and isinstance(now, Tensor)) or now.dtype == value.dtype:
+                continue
+            is_wide = not is_of_torch and value.element_size() > now.element_size()
+            if key != "step" and (is_wide or value.ndim == 0 or not value.is_floating_point()):
+                loaded[key] = value.to(now.device)
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
