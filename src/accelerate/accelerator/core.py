@@ -838,7 +838,13 @@ class Accelerator(ProcessControl):
         Returns:
             The norm before clipping as a 0-d tensor. It is NaN if an engine (DeepSpeed, Megatron-LM) clips
             and has not taken a step yet.
+
+        Raises:
+            ConfigurationError: `max_norm` is negative or NaN.
         """
+        if isinstance(max_norm, int | float) and not max_norm >= 0:
+            fix = 'Give float("inf") for the norm without clipping'
+            raise wrong_value("max_norm", max_norm, "gradients would change their sign or become NaN", fix)
         max_norm = max_norm if self.sync_gradients else math.inf
         parameters, scale = self._unscaled(parameters)
         norm = self._runtime.strategy.clip_grad_norm(parameters, max_norm * scale, norm_type)

@@ -77,6 +77,12 @@ def test_clipping_returns_the_norm_before() -> None:
     assert weight.grad.max() == 0.25
 
 
+@pytest.mark.parametrize("max_norm", [-1, float("nan")])
+def test_clipping_to_no_norm_is_refused(max_norm: float) -> None:
+    with pytest.raises(ConfigurationError, match="max_norm="):
+        Accelerator(cpu=True).clip_grad_norm_([torch.nn.Parameter(torch.ones(4))], max_norm)
+
+
 def test_a_raised_flag_is_seen_once() -> None:
     accelerator = Accelerator(cpu=True)
     assert not accelerator.check_trigger()
