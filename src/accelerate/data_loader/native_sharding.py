@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate.base import wrong_value
-from accelerate.data_loader.generators import find_generators, package_of, state_of
 from accelerate.ops import Transport
+from accelerate.rng import find_generators, package_of, state_of
 
 
 class NativeShard(NamedTuple):

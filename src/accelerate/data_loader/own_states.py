@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from accelerate.data_loader.generators import find_generators, set_state, state_of
 from accelerate.data_loader.iterable_shard import has_state
 from accelerate.data_loader.samplers import batch_samplers_of
+from accelerate.rng import find_generators, set_state, state_of
 
 _ENTRIES = 100
 """Largest container that is searched for random generators of samplers and map-style datasets."""

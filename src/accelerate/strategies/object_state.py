@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accelerate import torch_private
+from accelerate import rng, torch_private
 from accelerate.strategies.module_state import MAX_COPIED
 from accelerate.strategies.tolerances import as_real
 
@@ -61,15 +61,8 @@ def _capture(value: Any) -> tuple[Callable[[], object] | None, list[Any]]:
         return None, [*value.parameters(), *value.buffers()]
     if isinstance(value, np.ndarray):
         return (None, []) if value.size > MAX_COPIED else (_array(value), [])
-    if kind is random.Random:
-        state = value.getstate()
-        return lambda: value.setstate(state), []
-    if kind is np.random.Generator:
-        numbers = value.bit_generator.state
-        return lambda: setattr(value.bit_generator, "state", numbers), []
-    if kind is np.random.RandomState:
-        legacy = value.get_state()
-        return lambda: value.set_state(legacy), []
+    if kind in rng.GENERATORS:
+        return partial(rng.set_state, value, rng.state_of(value)), []
     if kind is tuple:
         return None, list(value)
     if kind in _MAPPINGS:
