@@ -237,12 +237,13 @@ def test_different_gradients_of_whole_parameters_are_refused(
 
 def penalize(kind: str) -> str:
     accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2) if kind == "plan" else None)
-    model: Any = Layers()
+    device = accelerator.device
+    model: Any = Layers().to(device)
     if kind == "before":
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("tp",))
         parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     model = accelerator.prepare(model)
-    x = torch.ones(3, 4, requires_grad=True)
+    x = torch.ones(3, 4, device=device, requires_grad=True)
     with pytest.raises(StateError) as error:
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
     return str(error.value)
