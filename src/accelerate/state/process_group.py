@@ -352,10 +352,10 @@ def close_group(group: dist.ProcessGroup | None = None) -> None:
 
 def _destroy(group: dist.ProcessGroup | None = None) -> None:
     # A thread of gloo that releases the last reference would wait for itself, and abort the process.
-    reference = group or dist.group.WORLD
+    references = [group] if group is not None else [dist.group.WORLD, *torch_private.open_groups()]
     dist.destroy_process_group(group)
     _wait_for_threads()
-    del reference
+    del references
 
 
 def _wait_for_threads() -> None:

@@ -112,6 +112,7 @@ from accelerate.torch_private.processes import (
     flatten_mesh as flatten_mesh,
     has_opened_group as has_opened_group,
     num_collectives as num_collectives,
+    open_groups as open_groups,
     root_mesh as root_mesh,
     skip_connection_messages as skip_connection_messages,
 )

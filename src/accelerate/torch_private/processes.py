@@ -24,6 +24,12 @@ def has_opened_group() -> bool:
     return dist.is_initialized() or dist.distributed_c10d._default_pg_init_method is not None
 
 
+def open_groups() -> list[dist.ProcessGroup]:
+    """Returns all open process groups, of which torch has public access to the default one only."""
+    world: Any = getattr(dist.distributed_c10d, "_world", None)
+    return list(getattr(world, "pg_map", ()))
+
+
 @contextmanager
 def agent_hooks(
     start: Callable[[Any, Callable[[], None]], None], close: Callable[[int], None], size: Callable[[int], int]
