@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ class Momentum(torch.optim.Optimizer):
     [(Momentum, torch.bfloat16), (torch.optim.NAdam, torch.bfloat16), (torch.optim.NAdam, torch.float64)],
 )
 def test_a_run_with_states_of_other_dtypes_than_its_weights_resumes_exactly(
-    states: None, tmp_path: Path, kind: type[torch.optim.Optimizer], dtype: torch.dtype
+    states: None, tmp_path: Path, kind: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype
 ) -> None:
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
