@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests.stand_ins.cases import call_for_each
+from tests.stand_ins.drawing import Noisy, Passes
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 
@@ -94,30 +94,6 @@ class Backwards(Sampler[int]):
         return SAMPLES
 
 
-class Noisy(Numbers):
-    """Draws from a generator of its own."""
-
-    def __init__(self) -> None:
-        self.noise = random.Random(5)
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.tensor([float(index)]), torch.ones(3) * self.noise.random()
-
-
-class Passes(Sampler[int]):
-    """Draws from a generator of its own, and counts its passes."""
-
-    def __init__(self) -> None:
-        self.passes, self.drawn = 0, np.random.default_rng(5)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __iter__(self) -> Iterator[int]:
-        self.passes += 1
-        return iter(np.roll(self.drawn.permutation(SAMPLES), self.passes).tolist())
-
-
 def build(kind: str, workers: int = 0) -> DataLoader[Any]:
     shared: dict[str, Any] = {"num_workers": workers, "batch_size": BATCH}
     match kind:
@@ -138,7 +114,7 @@ def build(kind: str, workers: int = 0) -> DataLoader[Any]:
         case "sampler":
             return DataLoader(Numbers(), sampler=Backwards(), **shared)
         case "own states":
-            return DataLoader(Numbers() if workers else Noisy(), sampler=Passes(), **shared)
+            return DataLoader(Numbers() if workers else Noisy(SAMPLES), sampler=Passes(SAMPLES), **shared)
         case "batch sampler":
             return DataLoader(Numbers(), batch_sampler=Batches(), num_workers=workers)  # type: ignore[arg-type]
     return DataLoader(Numbers(), shuffle=True, **shared)

@@ -104,11 +104,14 @@ def keep_dtypes(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any])
         optimizer: Optimizer that has loaded the state dict.
         state_dict: State dict of the form that torch documents. Others are ignored.
     """
+    states = getattr(optimizer, "state", None)  # optimizers that wrap others may have none
+    if not (isinstance(states, Mapping) and isinstance(state_dict, Mapping)):
+        return
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
     numbers = (number for group in state_dict.get("param_groups", ()) for number in group.get("params", ()))
     live = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for number, parameter in zip(numbers, live, strict=False):
-        saved, loaded = state_dict.get("state", {}).get(number), optimizer.state.get(parameter)
+        saved, loaded = state_dict.get("state", {}).get(number), states.get(parameter)
         if not (isinstance(saved, Mapping) and isinstance(loaded, dict)):
             continue
         for key, value in saved.items():

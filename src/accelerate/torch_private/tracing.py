@@ -216,11 +216,13 @@ def _both(first: Any, second: Any) -> Iterator[None]:
         yield
 
 
-_RECORDING: list[Any] = [
-    torch.ops.profiler._record_function_enter_new.default,
-    torch.ops.profiler._record_function_exit._RecordFunction,
-]
-"""Operators of `torch.profiler.record_function`."""
+# Units of FSDP inside a region record other names in the recomputation.
+SAC_IGNORED_OPS.update(
+    (
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    )
+)
 
 
 def selective_checkpoint_contexts(
@@ -232,8 +234,6 @@ def selective_checkpoint_contexts(
         policy: Policy of `create_selective_checkpoint_contexts`.
         keep: Function of an operator and its outputs, for versions of torch whose policy does not get them.
     """
-    # Units of FSDP inside a region record other names in the recomputation.
-    SAC_IGNORED_OPS.update(_RECORDING)
     create: Callable[[Any], tuple[Any, Any]] = create_selective_checkpoint_contexts
     forward, recomputation = create(policy)
     # Torch since 2.14 warns if outputs are not offloaded to the CPU where inputs are, unless this is set.

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from tests.stand_ins.drawing import Noisy, Passes
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.base import CheckpointError
@@ -79,30 +79,6 @@ class StreamWithState(IterableDataset[Any]):
         self.index = state["index"]
 
 
-class Noisy(Plain):
-    """Draws from a generator of its own."""
-
-    def __init__(self) -> None:
-        self.noise = random.Random(5)
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.tensor([float(index)]), torch.ones(3) * self.noise.random()
-
-
-class Passes(Sampler[int]):
-    """Draws from a generator of its own, and counts its passes."""
-
-    def __init__(self) -> None:
-        self.passes, self.drawn = 0, np.random.default_rng(5)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __iter__(self) -> Iterator[int]:
-        self.passes += 1
-        return iter(np.roll(self.drawn.permutation(SAMPLES), self.passes).tolist())
-
-
 def build(kind: str, workers: int) -> DataLoader[Any]:
     shared: dict[str, Any] = {"num_workers": workers, "batch_size": BATCH}
     match kind:
@@ -115,7 +91,7 @@ def build(kind: str, workers: int) -> DataLoader[Any]:
         case "batch sampler":
             return DataLoader(Plain(), batch_sampler=Batches(), num_workers=workers)  # type: ignore[arg-type]
         case "own states":
-            return DataLoader(Plain() if workers else Noisy(), sampler=Passes(), **shared)
+            return DataLoader(Plain() if workers else Noisy(SAMPLES), sampler=Passes(SAMPLES), **shared)
         case "in order":
             return DataLoader(Augmented() if not workers else Plain(), **shared)
         case "stream":

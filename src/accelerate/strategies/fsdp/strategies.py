@@ -310,13 +310,9 @@ class ReplicatedTensorParallel(TensorParallel):
         mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard", "tp"))
         units = split_by_dtype(model, [], set())
         shard_layers(model, mesh)
+        options = {"reshard_after_forward": False, "ignored_params": unshardable(model)}
         for unit in (*units, model):
-            shard_unit(
-                unit,
-                mesh=mesh["replicate", "shard"],
-                reshard_after_forward=False,
-                ignored_params=unshardable(model),
-            )
+            shard_unit(unit, mesh=mesh["replicate", "shard"], **options)
         apply_to_shards(model)
         return model
 
@@ -329,14 +325,10 @@ class ReplicatedTensorParallel(TensorParallel):
         shard_layers(model, meshes.others, experts)
         for module in experts:
             shard_experts(module, meshes.experts, meshes.copies, meshes.scale)
+        options = {"reshard_after_forward": False, "ignored_params": unshardable(model)}
         for unit in (*units, model):
             mesh = meshes.experts if unit in experts else meshes.others
-            shard_unit(
-                unit,
-                mesh=mesh[FSDP_DIMENSIONS],
-                reshard_after_forward=False,
-                ignored_params=unshardable(model),
-            )
+            shard_unit(unit, mesh=mesh[FSDP_DIMENSIONS], **options)
         apply_to_shards(model)
         return model
 
