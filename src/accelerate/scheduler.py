@@ -64,11 +64,11 @@ class _ScheduleEndWarning:
             state = "all learning rates are 0" if is_zero else "its last step is over"
             updates = max((optimizer.num_updates for optimizer in optimizers), default=0)
             logger.warning(
-                f"A learning-rate schedule of {self.length} steps has ended, and training goes on: {state}. "
-                f"A prepared scheduler steps {steps} times per optimizer step, once for each of {steps} "
-                f"processes, so it took {taken} steps in {updates - 1} optimizer steps. If the schedule is "
-                "counted in optimizer steps, pass step_scheduler_with_optimizer='per_update' to Accelerator; "
-                "if not, give it more steps."
+                f"A learning-rate schedule of {self.length} steps has ended, and training continues: "
+                f"{state}. A prepared scheduler steps {steps} times per optimizer step, once for each of "
+                f"{steps} processes, so it took {taken} steps in {updates - 1} optimizer steps. If the "
+                "schedule is counted in optimizer steps, pass step_scheduler_with_optimizer='per_update' to "
+                "Accelerator; if not, give it more steps."
             )
 
 

@@ -179,7 +179,7 @@ def test_a_run_on_one_machine_continues_without_a_process_that_fails(
     output = launches.run(
         tmp_path / "lost", "--num_processes", "3", "--min_processes", "2", "--main_process_port", "0", lost=1
     )
-    assert "rank 1 has failed twice and is left out: the run goes on with 2 of its processes" in output
+    assert "rank 1 has failed twice and is left out: the run continues with 2 of its processes" in output
     assert sizes(tmp_path / "lost") == [3, 2]
     check_equal(tmp_path / "lost", tmp_path / "whole")
 

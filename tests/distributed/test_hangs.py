@@ -289,7 +289,7 @@ def test_a_late_rank_is_reported_and_the_run_continues(end: Run) -> None:
     assert ended.codes == [0, 0]
     said = pattern(r"rank 0 waits in gather #\d+, <LATE-0>, .*; rank 1 is .*<LATE-1>")
     assert said.search(outputs_of(ended)), outputs_of(ended)
-    assert "accelerate: the hang is over: rank 0 goes on." in outputs_of(ended)
+    assert "accelerate: the hang is over: rank 0 continues." in outputs_of(ended)
 
 
 class Slow(torch.autograd.Function):

@@ -53,7 +53,7 @@ def test_waiting_ranks_name_the_rank_that_joins_late(end: Run) -> None:
     said = r"ranks 0, 2 wait in init_process_group, <GROUP>, since \d+ s; rank 1 did not come, "
     assert pattern(said).search(outputs_of(ended)), outputs_of(ended)
     assert outputs_of(ended).count("accelerate: hang:") == 1, outputs_of(ended)
-    assert "accelerate: the hang is over: rank 0 goes on." in outputs_of(ended)
+    assert "accelerate: the hang is over: rank 0 continues." in outputs_of(ended)
 
 
 def test_waiting_ranks_name_a_late_rank_0_with_its_address(end: Run) -> None:
@@ -61,7 +61,7 @@ def test_waiting_ranks_name_a_late_rank_0_with_its_address(end: Run) -> None:
     assert ended.codes == [0, 0]
     said = r"rank 1 waits in init_process_group, <GROUP>, .*; rank 0 did not come.*not answer at 127.0.0.1"
     assert pattern(said).search(outputs_of(ended)), outputs_of(ended)
-    assert "accelerate: the hang is over: rank 1 goes on." in outputs_of(ended)
+    assert "accelerate: the hang is over: rank 1 continues." in outputs_of(ended)
 
 
 def test_ranks_that_all_join_late_are_no_hang(end: Run) -> None:

@@ -190,8 +190,8 @@ def test_a_damaged_shard_is_named_before_anything_is_changed(run: Run, way: str)
     assert gone.count("is missing") == 1
     assert "pytorch_model_fsdp_0/__1_0.distcp is missing" in gone_unknown
     assert "pytorch_model_fsdp_0/__1_0.distcp" in cut
-    assert "it is cut off" in cut
-    assert "it is cut off" in cut_unknown
+    assert "it is truncated" in cut
+    assert "it is truncated" in cut_unknown
     assert "__1_0.distcp does not fit its checksum: it is damaged, or another file" in foreign
     assert foreign_unknown == ""  # of the same size, without a manifest: nothing says so
 

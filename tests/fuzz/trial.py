@@ -34,7 +34,7 @@ finally:
     sys.path.pop(0)
 
 EPOCHS = 3
-REFUSED = "cannot go on in the middle of this epoch"
+REFUSED = "cannot continue in the middle of this epoch"
 SCHEDULERS: dict[str, Any] = {
     "": None,
     "exponential": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97),

@@ -170,7 +170,7 @@ def test_xla_replicas_are_started_by_its_runtime(on: Any, monkeypatch: pytest.Mo
     [
         ({"mixed_precision": "fp32"}, "mixed_precision='fp32': no such precision"),
         ({"num_processes": 0}, "num_processes=0: at least one process is needed"),
-        ({"num_processes": "2"}, "num_processes='2': it is no whole number"),
+        ({"num_processes": "2"}, "num_processes='2': it is not a whole number"),
         ({"num_processes": 3}, "num_processes=3: the limit of GPU .* is 2 here"),
         ({"node_rank": 2, "num_nodes": 2}, "node_rank=2: there are 2 machines"),
     ],

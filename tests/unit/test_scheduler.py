@@ -143,7 +143,7 @@ def test_a_schedule_that_ends_early_is_named_once(
 ) -> None:
     train(build, 20)
     (message,) = caplog.messages
-    assert f"schedule of 20 steps has ended, and training goes on: {state}" in message
+    assert f"schedule of 20 steps has ended, and training continues: {state}" in message
     assert "steps 2 times per optimizer step, once for each of 2 processes" in message
     assert "steps in 11 optimizer steps" in message
     assert "step_scheduler_with_optimizer='per_update'" in message

@@ -213,7 +213,7 @@ def test_replica_groups_have_no_difference(
         (["--json", "."], "print(1)", "--json . is a folder"),
         (["--tolerance", "nan"], "print(1)", "--tolerance=nan: it is a factor above 0"),
         (["--against", "--num_processes 'x"], "print(1)", "No closing quotation"),
-        (["--against", "nonsense"], "print(1)", "'nonsense' is no flag of accelerate launch"),
+        (["--against", "nonsense"], "print(1)", "'nonsense' is not a flag of accelerate launch"),
         (["--against", "--nonsense 3"], "print(1)", "--nonsense"),
     ],
 )

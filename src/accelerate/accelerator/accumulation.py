@@ -63,9 +63,10 @@ class MicroBatches:
             return False
         if self.driver.is_uncertain and self.num_steps > 1:
             logger.warning_once(
-                "Several loaders deliver a batch for each micro-batch, and the passes over some have one "
+                "Several loaders yield a batch for each micro-batch, and the passes over some have one "
                 "batch. accumulate() ends a window with the pass over one loader, and has chosen one that "
-                "goes on. If another one drives the loop, iterate over accelerator.windows(loader) instead."
+                "continues. If another one drives the loop, iterate over accelerator.windows(loader) "
+                "instead."
             )
         return ends_pass
 
@@ -75,8 +76,8 @@ class MicroBatches:
         is_late = driver is not None and driver.reads_ahead and gradients.sync_with_dataloader
         if is_late and self.num_steps > 1:
             logger.warning_once(
-                "The loop reads the next batch before the micro-batch of a batch, so the last but one batch "
-                "of a pass has ended a window, too. Iterate over accelerator.windows(loader) instead."
+                "The loop reads the next batch before the micro-batch of a batch, so the second-to-last "
+                "batch of a pass has ended a window, too. Iterate over accelerator.windows(loader) instead."
             )
         return is_late
 

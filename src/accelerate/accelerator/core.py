@@ -1104,8 +1104,8 @@ class Accelerator(ProcessControl):
     def check_isolation(self, model: nn.Module, batch: Any, boundaries: Any = None) -> None:
         """Raises an error if the documents of packed sequences in a batch affect each other.
 
-        A model keeps documents apart if the outputs of each have no gradient by the input embeddings of the
-        others. This is computed by two forward and backward passes, for any attention, convolution or
+        Documents are isolated if the outputs of each have no gradient with respect to the input embeddings of
+        the others. This is computed by two forward and backward passes, for any attention, convolution or
         recurrent layer. Weights, gradients, buffers and random generators do not change. Auxiliary losses and
         the capacity of experts couple documents, and are left out, because outputs alone are followed.
         `DataLoaderConfiguration(check_packing=True)`, the default, checks the first training batch if its
@@ -1265,7 +1265,7 @@ class Accelerator(ProcessControl):
 
         Args:
             values: Values to log, by name: numbers, strings or nested dictionaries of them, and tensors with
-                one element, whose value is read later, so that the device is not waited for.
+                one element, whose value is read later, so that this call does not wait for the device.
             step: Training step of the values.
             log_kwargs: Further arguments of single trackers, by tracker name.
 

@@ -141,7 +141,7 @@ class FastSaves:
             updates, before = self._num_updates(), self._saved_at
             self._saved_at = updates
             interval = self._project.fast_every * (self._project.durable_every or 0)
-            # A count of generations would begin anew in each life of the run.
+            # A count of generations would begin at 0 after each restart.
             is_durable = not is_saved and interval > 0 and updates // interval > before // interval
             next_durable = max(self._project.iteration, self._num_found) + (is_saved or is_durable)
             request = self._request()

@@ -32,7 +32,7 @@ Formula = Callable[..., float]
 _NOTHING: AbstractContextManager[None] = nullcontext()
 """Context manager of micro-batches that are not counted. It has no state."""
 _HIDING_PACKAGES = ("transformer_engine",)
-"""Packages whose modules call kernels that are no operators of torch."""
+"""Packages whose modules call kernels that are not operators of torch."""
 _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 
 

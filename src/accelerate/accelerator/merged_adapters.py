@@ -82,7 +82,7 @@ def find_layers(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     has_adapters = False
     for name, module in modules.items():
         if isinstance(module, PeftModel) and module.active_peft_config.is_prompt_learning:
-            raise _cannot_merge(name, module.active_peft_config.peft_type, "learned prompts are no weights")
+            raise _cannot_merge(name, module.active_peft_config.peft_type, "learned prompts are not weights")
         if isinstance(module, BaseTunerLayer):
             if type(module) not in kinds:
                 reason = f"only {', '.join(_LAYERS)} of LoRA are merged"

@@ -280,7 +280,7 @@ def _refuse_absent_ranks(loader: Any, counts: _Counts) -> None:
     evens = (getattr(source, "even_batches", getattr(source, "even", None)) for source in sources)
     if not all(even is None or even for even in evens):
         raise StateError(
-            f"gather_for_metrics: processes {absent} have no batch in this last step, because even_batches "
+            f"gather_for_metrics: ranks {absent} have no batch in this last step, because even_batches "
             "is False, so they cannot take part. Prepare the evaluation loader with even_batches=True: its "
             "padding is not gathered."
         )

@@ -214,8 +214,9 @@ class RunCheckpoints:
         gradients = runtime.gradient_state
         if not gradients.sync_gradients:
             logger.warning_once(
-                "save_state() in the middle of an accumulation window: the gradients gathered so far are not "
-                "saved, and a run that goes on from here differs. Save where `sync_gradients` is True."
+                "save_state() in the middle of an accumulation window: the accumulated gradients are not "
+                "saved, so a run that resumes from this checkpoint differs. Save when `sync_gradients` is "
+                "True."
             )
         return checkpointing.Request(
             target,

@@ -67,7 +67,7 @@ def first_names(weights: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _identity(name: str, weight: Any) -> object:
-    """Returns a key that tied weights have in common, or raises for a value that is no dense tensor."""
+    """Returns a key that tied weights have in common, or raises for a value that is not a dense tensor."""
     if isinstance(weight, Tensor) or not hasattr(weight, "shape"):
         check_storable(name, weight)
     is_local = (
@@ -116,7 +116,7 @@ def _read(
         for item in bucket if is_kept else ():
             try:
                 yield item.name, _finish(item, gathered.pop(0))
-            except GeneratorExit:  # the loop was left early, and other ranks may go on
+            except GeneratorExit:  # the loop was left early, and other ranks may continue
                 gathered.clear()
                 for later in (later for bucket in remaining for later in bucket if num_processes > 1):
                     _gather(later, whole, is_kept=False)

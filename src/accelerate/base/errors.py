@@ -53,7 +53,7 @@ class LaunchError(AccelerateError, RuntimeError):
 
 
 class RecoveryError(AccelerateError, RuntimeError):
-    """Error for a replica group that cannot go on without the others."""
+    """Error for a replica group that cannot continue without the others."""
 
 
 LONGEST = 160

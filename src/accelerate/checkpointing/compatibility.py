@@ -228,7 +228,7 @@ def check_form(state: Mapping[str, Any], owner: object = None) -> None:
     own_method = getattr(type(inner_optimizer(owner)), "state_dict", None)
     is_own = isinstance(owner, torch.optim.Optimizer) and own_method is not torch.optim.Optimizer.state_dict
     if not has_form(state) and not is_own:
-        raise CheckpointError("it is no state of an optimizer: it needs 'state' and 'param_groups'")
+        raise CheckpointError("it is not the state of an optimizer: it needs 'state' and 'param_groups'")
 
 
 def in_order(state: Mapping[str, Any], names: Callable[[], Names] | None) -> Mapping[str, Any]:

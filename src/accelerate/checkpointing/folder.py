@@ -226,7 +226,7 @@ def _refuse_writers(target: Path) -> None:
         raise CheckpointError(
             f"{target} is being written by another process: process {writer.pid} on {writer.host}"
             f"{since and f', since {since}'}. Runs that save to one folder replace each other's checkpoints: "
-            "give each run a folder of its own, or end one of them. A process that was killed does not "
+            "use a separate folder for each run, or end one of them. A process that was killed does not "
             "count; one on another node counts until it has written nothing for "
             f"{temporary.SECONDS_OF_A_RUNNING_SAVE:.0f} s."
         )

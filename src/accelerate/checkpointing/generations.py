@@ -106,13 +106,13 @@ def _survey(folder: Path, project: str) -> Iterator[dict[str, Any]]:
                 "fast_dir",
                 str(folder),
                 f"{path.name} in it is a durable checkpoint, and old recent checkpoints are deleted",
-                "Choose a folder of its own for recent checkpoints",
+                "Choose a separate folder for recent checkpoints",
             )
         owner = read.run.get(manifest.PROJECT, "")
         if owner != project:
             raise CheckpointError(
-                f"fast_dir={str(folder)!r} holds a checkpoint of the project {owner!r}, and this run has the "
-                f"project {project!r}. Choose another folder, or delete {path}."
+                f"fast_dir={str(folder)!r} contains a checkpoint of the project {owner!r}, and this run has "
+                f"the project {project!r}. Choose another folder, or delete {path}."
             )
         held = {
             name: size for name in read.files if (size := _size_of_copy(path, read.files[name])) is not None
@@ -210,7 +210,7 @@ def _collect(
         CheckpointError: A node lacks a file that its ranks read.
     """
     if generation.missing:
-        raise CheckpointError(f"no node that is left holds {', '.join(generation.missing)}")
+        raise CheckpointError(f"no remaining node stores {', '.join(generation.missing)}")
     nodes, own = tier.nodes, tier.nodes.own
     common = [_common_names(nodes, generation, node) for node in range(len(generation.held))]
     _fetch(tier, generation, folder, common, origins)

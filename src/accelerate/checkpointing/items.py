@@ -304,7 +304,7 @@ class LoaderPart(Part):
 def _check_position(state: Any, stream: object) -> None:
     """Raises for a position that would fail when the next epoch begins."""
     if not resume.is_state(state) or not isinstance(stream, Mapping):
-        raise CheckpointError("this is no position of a loader")
+        raise CheckpointError("this is not the position of a loader")
     if state["version"] != resume.VERSION:
         raise CheckpointError(
             f"the position has version {state['version']}, and this one reads {resume.VERSION}"

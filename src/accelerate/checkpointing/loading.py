@@ -201,7 +201,7 @@ class CheckpointSource:
 
 
 def _reduce_answers(answers: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
-    """Returns the errors of all ranks, and whether the checkpoint is worth another attempt."""
+    """Returns the errors of all ranks, and whether the checkpoint is read again."""
     if any(answer["replaced"] for answer in answers):
         return f"{REPLACED}: load it when no other run saves to this name", True
     if problems := "; ".join(dict.fromkeys(line for answer in answers for line in answer["problems"])):
@@ -211,8 +211,8 @@ def _reduce_answers(answers: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
         earlier, save = first.setdefault(answer["path"], (rank, answer["save"]))
         if save != answer["save"]:
             return (
-                f"process {rank} finds another save under this name than process {earlier}: let all of them "
-                "see the same folder, or copy one checkpoint to all nodes",
+                f"rank {rank} finds another save under this name than rank {earlier}: use a folder that all "
+                "ranks can access, or copy one checkpoint to all nodes",
                 True,
             )
     return "", False
@@ -255,7 +255,7 @@ def _open_numbered(
     try:
         checkpoints = {checkpoint.number: checkpoint for checkpoint in retention.survey(parent)}
     except OSError as error:  # this rank reports no checkpoints, so that the others do not wait for it
-        logger.warning(f"Checkpoints in {parent} cannot be looked for: {error}.", main_process_only=False)
+        logger.warning(f"Checkpoints in {parent} cannot be listed: {error}.", main_process_only=False)
         checkpoints = {}
     numbers = consensus.decide(CALL, sorted(checkpoints), lambda lists: sorted({*chain(*lists)}), timeout)
     for number in reversed(numbers):
@@ -294,8 +294,8 @@ def check_source(source: CheckpointSource, size: int, policy: str) -> None:
             'processes, or pass world_size_policy="reseed".'
         )
     logger.warning(
-        f"{source.folder} was saved by {old} processes, and this run has {size}: loaders go on after the "
-        f"samples seen so far, and {WORLD_SIZE_POLICIES[policy]} (world_size_policy={policy!r})."
+        f"{source.folder} was saved by {old} processes, and this run has {size}: loaders continue "
+        f"after the samples that were read, and {WORLD_SIZE_POLICIES[policy]} (world_size_policy={policy!r})."
     )
 
 

@@ -197,7 +197,7 @@ def _mismatch(folder: Path, map_file: MapFile | None, record: FileRecord) -> str
             return f"{name} is missing"
         size = path.stat().st_size
         if size != record.size:
-            return f"{name} has {size} bytes instead of {record.size}: it is cut off, or another file"
+            return f"{name} has {size} bytes instead of {record.size}: it is truncated, or another file"
         if map_file is not None and measure(path, map_file)[1] != record.checksum:
             return f"{name} does not fit its checksum: it is damaged, or another file"
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
@@ -340,7 +340,7 @@ def _check(content: Mapping[str, Any], rules: Mapping[str, FieldRule], prefix: s
     if unknown := [name for name in content if name not in rules]:
         raise CheckpointError(
             f"{NAME} has a field {prefix}{shorten(unknown[0])} that format {FORMAT} does not know: "
-            "other software made it"
+            "other software wrote it"
         )
 
 

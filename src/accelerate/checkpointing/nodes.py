@@ -177,7 +177,7 @@ def _refuse_other_run(folder: Path) -> None:
                 "fast_dir",
                 str(folder),
                 f"process {other.pid} of another run uses it",
-                "Give each run a folder of its own",
+                "Use a separate folder for each run",
             )
 
 

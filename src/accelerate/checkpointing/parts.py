@@ -70,7 +70,7 @@ class CheckpointReader:
     is_fast: bool = False  # whether it is in the fast tier, with the files that the ranks of this node read
     map_file: MapFile | None = None  # returns the memory map of a file of the fast tier
     plans: dict[str, Any] = field(default_factory=dict)  # `ShardPlan` of each folder, from `files_of_rank`
-    requested: set[str] = field(default_factory=set)  # names that parts have looked for
+    requested: set[str] = field(default_factory=set)  # names that parts have searched for
     confirm: Callable[[], None] = lambda: None  # raises if another save has replaced the folder
 
     @property
@@ -182,7 +182,7 @@ class StatePart(Part):
     def read(self, reader: CheckpointReader) -> Change:
         kind = type(self.owner).__name__
         if self.may_lack and reader.is_foreign and not reader.has(self.name):
-            logger.warning(f"{reader.folder} holds no {self.name}: this {kind} starts anew.")
+            logger.warning(f"{reader.folder} holds no {self.name}: this {kind} keeps its initial state.")
             return no_change
         state = reader.read(self.name)
         with reader.error_context(self.name, kind):
@@ -418,5 +418,5 @@ def read_device(map_location: Any) -> Any:
         torch.device(map_location)
     except (RuntimeError, TypeError) as error:
         fix = 'pass None, "cpu", "on_device" or a device'
-        raise wrong_value("map_location", map_location, "it is no device", fix, TypeError) from error
+        raise wrong_value("map_location", map_location, "it is not a device", fix, TypeError) from error
     return map_location

@@ -72,7 +72,7 @@ class Request:
     keep: int | None = None  # number of numbered checkpoints that are kept; None for all
     run: Mapping[str, Any] = field(default_factory=dict)  # further facts for the manifest
     custom: Sequence[str] = ()  # classes of the objects of the user
-    has_manifest: bool = True  # False for the shards of one object, which are no checkpoint of a run
+    has_manifest: bool = True  # False for the shards of one object, which are not a checkpoint of a run
     is_generation: bool = False  # whether it is written to the fast tier
 
 
@@ -127,8 +127,8 @@ class Saver:
         offer = self._consensus.decide(request.operation, offer, _first_offer, request.timeout)
         if offer["iteration"] != request.iteration:
             logger.warning(
-                f"{request.target.parent} holds a checkpoint {request.iteration} already: this run goes on "
-                f"with number {offer['iteration']}. A project folder for each run keeps them apart."
+                f"{request.target.parent} already contains checkpoint {request.iteration}, so this run "
+                f"continues with number {offer['iteration']}. Use a separate project folder for each run."
             )
         request = _with_number(request, offer["iteration"])
         target = absolute_path(request.target)
@@ -226,7 +226,7 @@ class Saver:
         try:
             summaries, decision = self._gather_summaries()
             raise_failures(decision["failures"])
-            if decision["summaries"]:  # decoded anew on each rank, so that all write the same metadata
+            if decision["summaries"]:  # decoded again on each rank, so that all write the same metadata
                 summaries = json.loads(json.dumps(decision["summaries"]))
             self._exchange(summaries)
             commit = partial(self._commit_folder, summaries, decision["created"])
@@ -387,7 +387,7 @@ def _mixed_states(states: Sequence[str]) -> list[tuple[int, str]]:
     """Returns the failure of the first rank that saves another state than rank 0."""
     for rank, state in enumerate(states):
         if state != states[0]:
-            return [(rank, f"it saves {state}, and process 0 saves {states[0]}")]
+            return [(rank, f"it saves {state}, and rank 0 saves {states[0]}")]
     return []
 
 
@@ -410,7 +410,7 @@ def _staging_folder(target: Path, offer: Mapping[str, Any]) -> StagingFolder:
     name, inside = str(offer["name"]), bool(offer["inside"])
     if Path(name).name != name or not name.startswith("."):
         raise CheckpointError(
-            f"Another process wants to write in {name!r}, which is no hidden folder beside {target}."
+            f"Another process wants to write in {name!r}, which is not a hidden folder beside {target}."
         )
     return StagingFolder(target, (target if inside else target.parent) / name, inside)
 

@@ -309,7 +309,7 @@ class _TensorReader:
         tensor = torch.empty(shape, dtype=dtype)
         self._file.seek(position)
         if self._file.readinto(tensor.view(-1).view(torch.uint8).numpy().data) != tensor.nbytes:
-            raise EOFError("the file is cut off")
+            raise EOFError("the file is truncated")
         return tensor
 
 

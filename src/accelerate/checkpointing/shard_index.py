@@ -86,7 +86,7 @@ class ShardIndex:
             elif path.stat().st_size < size:
                 problems.append(
                     f"{self.folder.name}/{file} has {path.stat().st_size} bytes, and at least {size} are "
-                    "needed: it is cut off, or another file"
+                    "needed: it is truncated, or another file"
                 )
         if problems:
             raise CheckpointError("; ".join(problems))
@@ -112,7 +112,7 @@ def read(folder: Path, root: str, *, trusted: bool = False) -> ShardIndex:
         raise CheckpointError(f"{name} {error}") from error
     except Exception as error:  # a damaged pickle can raise any exception
         raise CheckpointError(
-            f"{name} cannot be read: it is damaged, or no metadata of shards ({describe(error)})"
+            f"{name} cannot be read: it is damaged, or not metadata of shards ({describe(error)})"
         ) from error
     by_key = {key: tuple(paths.get(key, (key,))) for key in keys}
     has_root = all(len(path) > 1 and path[0] == root for path in by_key.values())
@@ -135,7 +135,7 @@ def read_metadata(content: bytes) -> Metadata:
     with without_collection():
         metadata = _MetadataUnpickler(io.BytesIO(content)).load()
         if not isinstance(metadata, Metadata):
-            raise CheckpointError("is no metadata of shards")
+            raise CheckpointError("is not metadata of shards")
         _check(metadata)
     return metadata
 

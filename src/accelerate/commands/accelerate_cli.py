@@ -31,7 +31,7 @@ COMMANDS = {
     "merge-weights": ("merge:merge_command_parser", "Merge a sharded checkpoint into whole weights."),
     "monitor": (
         "monitor:monitor_command_parser",
-        "Show a run in the terminal while it goes on, or after its end.",
+        "Show a run in the terminal during the run, or after its end.",
     ),
     "report": ("report:report_command_parser", "Write one page about a run, or about several side by side."),
     "test": ("test:test_command_parser", "Check that training works on this machine."),

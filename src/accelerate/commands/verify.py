@@ -129,7 +129,7 @@ def _parse_against(args: argparse.Namespace) -> list[str]:
     module = ["--module"] if args.module else []
     parsed = launch_command_parser().parse_args([*words, *module, args.training_script])
     if parsed.training_script != args.training_script or parsed.training_script_args:
-        reason = f"{parsed.training_script!r} is no flag of accelerate launch"
+        reason = f"{parsed.training_script!r} is not a flag of accelerate launch"
         raise wrong_value("--against", args.against, reason, "Pass flags only")
     read_settings(parsed)
     return words

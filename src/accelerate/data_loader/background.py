@@ -144,8 +144,8 @@ class ReadAhead:
         thread.join(_JOIN_TIMEOUT)
         if thread.is_alive():
             logger.warning(
-                "The dataset of a dispatched loader is still busy with a read whose samples are not used "
-                "any more; its thread ends when the read returns."
+                "The dataset of a dispatched loader is still reading samples that are no longer used. Its "
+                "thread ends when the read returns."
             )
 
     def _wait_for(self, size: int, timeout: float | None) -> None:

@@ -140,9 +140,10 @@ def skip_used(source: Iterator[Any], used: tuple[ReadSegment, ...]) -> None:
     last_size = next((size for steps, size in reversed(parts) if steps), 0)
     if workers > 1 and missing and missing >= last_size:
         raise CheckpointError(
-            f"A loader cannot go on in the middle of this epoch: the samples of worker {worker} of {workers} "
-            "had ended, and how many samples the other workers have read is not known. Go on with the same "
-            "number of processes until the end of the epoch, or from a checkpoint between two epochs."
+            f"A loader cannot continue in the middle of this epoch: the samples of worker {worker} of "
+            f"{workers} had ended, and how many samples the other workers have read is not known. Continue "
+            "with the same number of processes until the end of the epoch, or from a checkpoint between two "
+            "epochs."
         )
 
 

@@ -69,7 +69,7 @@ def _used_segments(loader: Any, restored: Restored) -> tuple[ReadSegment, ...]:
         return position.used
     if not position.ends_step:
         raise CheckpointError(
-            f"{loader!r} cannot go on in the middle of this epoch: the checkpoint was saved between two "
+            f"{loader!r} cannot continue in the middle of this epoch: the checkpoint was saved between two "
             "micro-batches of a step, whose rest cannot be divided by another number of processes or another "
             "global_batch_size. Save where accelerator.sync_gradients is True."
         )
@@ -87,9 +87,9 @@ def _refuse_other_workers(loader: Any, restored: Restored) -> None:
     if before is None or max(before, 1) == max(now, 1) or not isinstance(loader.dataset, IterableDataset):
         return
     raise CheckpointError(
-        f"{loader!r} cannot go on in the middle of this epoch: num_workers was {before}, is {now} now, and "
-        f"gives the samples of an iterable dataset in another order. Set it to {before} until the end of the "
-        "epoch, or go on from a checkpoint between two epochs."
+        f"{loader!r} cannot continue in the middle of this epoch: num_workers was {before} and is {now} now, "
+        f"which changes the order of the samples of an iterable dataset. Set it to {before} until the end of "
+        "the epoch, or continue from a checkpoint between two epochs."
     )
 
 
@@ -102,10 +102,10 @@ def _refuse_other_shards(loader: Any, restored: Restored) -> None:
         return
     read = "its own shards" if before.has_own_shards else "batches of the whole"
     raise CheckpointError(
-        f"{loader!r} cannot go on in the middle of this epoch: {before.groups} data-parallel groups read "
-        f"{read} then, and what they have left of the dataset cannot be sharded over {now.groups} groups. "
-        f"Go on with {before.groups} until the end of the epoch, or from a checkpoint between two epochs; "
-        "loaders with dispatch_batches=True can go on with any number."
+        f"{loader!r} cannot continue in the middle of this epoch: {before.groups} data-parallel groups have "
+        f"read {read}, and the rest of the dataset cannot be sharded over {now.groups} groups. Continue with "
+        f"{before.groups} until the end of the epoch, or from a checkpoint between two epochs. Loaders with "
+        "dispatch_batches=True can continue with any number."
     )
 
 
@@ -121,9 +121,9 @@ def _consumed_in_batches_of(loader: Any, restored: Restored) -> int:
         if loader.plan.has_own_shards:
             reason = "the batches of shards that the dataset makes are counted, not its samples"
         raise CheckpointError(
-            f"{loader!r} cannot go on in the middle of this epoch: {samples} of its samples were given in "
-            f"batches of {before} and not of {now}, and {reason}. Go on with batches of {before} until the "
-            "end of the epoch, or from a checkpoint between two epochs."
+            f"{loader!r} cannot continue in the middle of this epoch: {samples} of its samples were read in "
+            f"batches of {before} and not of {now}, and {reason}. Continue with batches of {before} until "
+            "the end of the epoch, or from a checkpoint between two epochs."
         )
     return samples // now
 

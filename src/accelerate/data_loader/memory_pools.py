@@ -91,7 +91,7 @@ class SharedMemoryPool(MemoryPool):
         with self._lock:  # a thread that reads ahead takes slots, too
             start, self._size = self._size, self._size + room
             if os.fstat(self._descriptor).st_size < self._size:
-                os.ftruncate(self._descriptor, 2 * self._size)  # so that the other ranks seldom map it again
+                os.ftruncate(self._descriptor, 2 * self._size)  # so that the other ranks rarely map it again
             slot = mmap.mmap(self._descriptor, room, offset=start)
             self._starts[torch.frombuffer(slot, dtype=torch.uint8).data_ptr()] = start
             return slot

@@ -83,8 +83,8 @@ class ConstantMemorySampler(SeedableRandomSampler):
             raise wrong_value(
                 "replacement",
                 True,
-                "indices that are drawn with replacement are no permutation, which this sampler computes",
-                "Take replacement=False, or leave use_constant_memory_sampler off",
+                "this sampler computes a permutation, and indices drawn with replacement are not one",
+                "Set replacement=False or use_constant_memory_sampler=False",
             )
 
     def __iter__(self) -> Iterator[int]:

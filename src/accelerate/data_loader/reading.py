@@ -204,7 +204,7 @@ def open_batches(
 
     Args:
         skip: Number of batches to skip.
-        kept: Number of the skipped batches, from the first one, that are yielded nevertheless.
+        kept: Number of the skipped batches, from the first one, that are still yielded.
         ahead_by: Number of batches that are read before the one that is yielded; None for torch's own number.
 
     Returns:
@@ -430,8 +430,8 @@ def read_past(
     """
     yield from islice(source, kept)
     message = (
-        f"{count} batches of an iterable dataset are read and dropped, to go on where the run was. A "
-        "dataset with `state_dict` and `load_state_dict` goes on at once."
+        f"{count} batches of an iterable dataset are read and dropped, to continue at the position of the "
+        "run. A dataset with `state_dict` and `load_state_dict` continues without reading them."
     )
     for _ in track(range(count - kept), "Skipping batches", message) if count > kept else ():
         if next(source, _END) is _END:

@@ -148,7 +148,7 @@ def _decode(loader: Any, state: Mapping[str, Any], streams: Mapping[str, Any]) -
         )
         groups, _ = int(state["groups"]), state["generators"]
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"this is no position of a loader: {error!r}") from error
+        raise CheckpointError(f"this is not the position of a loader: {error!r}") from error
     if version != VERSION:
         raise CheckpointError(f"the position of a loader has version {version}, and this one reads {VERSION}")
     is_same = (groups, rows) == (loader.plan.groups, loader.plan.rows_in_batch)
@@ -176,14 +176,14 @@ def _refuse_other_sampler(loader: Any, state: Mapping[str, Any]) -> None:
     if before == now or not state["seen"] or state["is_over"]:
         return
     raise CheckpointError(
-        f"{loader!r} cannot go on in the middle of this epoch: use_constant_memory_sampler was {before}, is "
-        f"{now} now, and gives another order. Set it to {before} until the end of the epoch, or go on from a "
-        "checkpoint between two epochs."
+        f"{loader!r} cannot continue in the middle of this epoch: use_constant_memory_sampler was {before} "
+        f"and is {now} now, which changes the order. Set it to {before} until the end of the epoch, or "
+        "continue from a checkpoint between two epochs."
     )
 
 
 def _refuse_order_drawn_while_read(loader: Any, restored: Restored) -> None:
-    """Raises an error within an epoch that another number of processes goes on with, if its order is lost.
+    """Raises an error within an epoch if its order is lost with another number of processes.
 
     A sampler may draw each index from the generators of the process when it is read. Its order depends on
     what the training has drawn meanwhile.
@@ -199,10 +199,10 @@ def _refuse_order_drawn_while_read(loader: Any, restored: Restored) -> None:
     ):
         return
     raise CheckpointError(
-        f"{loader!r} cannot go on in the middle of this epoch with another number of processes: "
+        f"{loader!r} cannot continue in the middle of this epoch with another number of processes: "
         f"{type(sampler).__name__} draws its indices one after another from the generator of the process, "
-        "which the training uses too. Let it draw the order when an epoch begins, or from a torch.Generator "
-        f"of its own; or go on with {groups} data-parallel groups until the end of the epoch."
+        "which the training uses too. Draw the order when an epoch begins, draw it from a separate "
+        f"torch.Generator, or continue with {groups} data-parallel groups until the end of the epoch."
     )
 
 

@@ -315,7 +315,7 @@ class SkipBatchSampler(BatchSampler):
     Args:
         batch_sampler: The batch sampler that yields the batches.
         skip_batches: Number of batches to skip in each pass.
-        kept: Number of the skipped batches, from the first one, that are yielded nevertheless, for a reader
+        kept: Number of the skipped batches, from the first one, that are still yielded, for a reader
             that pads the end of the epoch with them.
     """
 

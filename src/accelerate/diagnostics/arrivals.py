@@ -99,7 +99,7 @@ class ArrivalWatch:
             except RuntimeError:  # raised by torch if the store does not respond
                 self._channel = None
         if self._is_open and self._has_printed:
-            self._reporter.withdraw(f"accelerate: the hang is over: rank {self._rank} goes on.")
+            self._reporter.withdraw(f"accelerate: the hang is over: rank {self._rank} continues.")
 
     def _check(self) -> None:
         self._channel = channel = self._channel or self._connect()

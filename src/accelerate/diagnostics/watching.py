@@ -308,7 +308,7 @@ class Watchdog:
         self._is_over = not self._is_over
 
     def _withdraw(self) -> None:
-        self._reporter.withdraw(f"accelerate: the hang is over: rank {self.rank} goes on.")
+        self._reporter.withdraw(f"accelerate: the hang is over: rank {self.rank} continues.")
         self._reported = None
 
 

@@ -1,4 +1,4 @@
-"""Views of a run that `accelerate launch --monitor` prints to standard error while the run goes on.
+"""Views of a run that `accelerate launch --monitor` prints to standard error during the run.
 
 The ranks keep the streams of the launcher, so their output is never changed, delayed or reordered. A thread
 of the launcher reads the records and writes each view in one piece, without moving the cursor.

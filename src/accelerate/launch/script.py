@@ -190,7 +190,7 @@ def _own_sources() -> Iterator[str]:
 
 
 def _starts_again() -> bool:
-    """Returns whether an elastic run goes on on this machine, because only another one was asked to end."""
+    """Returns whether an elastic run continues on this machine, because only another one was asked to end."""
     variables = environ.current()
     if SCRIPT.ended_rank is None or environ.ELASTIC not in variables:
         return False

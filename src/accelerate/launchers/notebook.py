@@ -171,7 +171,9 @@ def _check_arguments(
         raise wrong_value("function", function, "it cannot be called", fix, TypeError)
     if processes is not None and (not isinstance(processes, Integral) or processes < 1):
         reason = (
-            "at least one process is needed" if isinstance(processes, Integral) else "it is no whole number"
+            "at least one process is needed"
+            if isinstance(processes, Integral)
+            else "it is not a whole number"
         )
         raise wrong_value("num_processes", processes, reason, "Give at least 1")
     names = [str(kind.value) for kind in PrecisionType]

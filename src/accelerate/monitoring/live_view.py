@@ -1,4 +1,4 @@
-"""View of a run that is drawn from its records, while the run goes on and after its end.
+"""View of a run that is drawn from its records, during the run and after its end.
 
 `accelerate monitor` draws it in a terminal of its own, and `launch/printed_views.py` prints it during
 `accelerate launch --monitor`. Both read new lines of the records only, so a view costs the same at any step.
@@ -172,7 +172,7 @@ class RunView:
 
     @property
     def has_ended(self) -> bool:
-        """True if no rank goes on."""
+        """True if no rank runs."""
         return len(self.ranks) >= self.num_ranks > 0 and all(
             self.state(rank) in ("finished", "stopped", "failed", "ended") for rank in self.ranks
         )

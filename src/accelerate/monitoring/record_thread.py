@@ -111,7 +111,7 @@ class RecordThread:
             function()
         except Exception as error:
             if not self._has_warned:
-                logger.warning("Records of this run are incomplete: %r. Training goes on.", error)
+                logger.warning("Records of this run are incomplete: %r. Training continues.", error)
             logger.debug("The thread that records the run got an exception.", exc_info=error)
             self._has_warned = True
 
@@ -142,7 +142,7 @@ class RecordThread:
             self._has_given_up = True
             is_expected = self.is_run_ending and isinstance(error, FileNotFoundError)
             level = logging.INFO if is_expected else self.level
-            text = "The run is no longer recorded in %s: %s. Training goes on."
+            text = "The run is no longer recorded in %s: %s. Training continues."
             logger.log(level, text, self.folder, error)
 
     def _open(self, folder: Path) -> RecordWriter:

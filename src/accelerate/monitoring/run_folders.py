@@ -23,7 +23,7 @@ RECORDS_VARIABLE = "ACCELERATE_RUN_RECORDS"
 MAX_RUNS, MAX_BYTES = 100, 1 << 30
 """Number of runs in the state folder, and their bytes, above which the oldest ones are removed."""
 SECONDS_TO_KEEP = 24 * 3600.0
-"""Time since its last record in which a run is not removed, because it may still go on."""
+"""Time since its last record in which a run is not removed, because it may still run."""
 
 _NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}(?:-([0-9a-f]{12}))?")
 _RECORDS = "rank-*.jsonl"

@@ -324,7 +324,7 @@ class RunMonitor:
         self._is_recorded = False
 
     def end(self) -> None:
-        """Ends the monitor when the state is reset, in a process that goes on."""
+        """Ends the monitor when the state is reset, in a process that continues."""
         self._is_reset = True
         self.finish("finished")
 

@@ -38,7 +38,7 @@ _KEEPS_COLLECTIVES = (DATA, MOVING, SAVING)
 INTERVAL = 1.0
 """Minimum length of a window, in seconds."""
 MAX_WINDOWS = 2000
-"""Approximate maximum number of windows of a run, which become longer as it goes on."""
+"""Approximate maximum number of windows of a run, which become longer during the run."""
 NUM_KEPT_WINDOWS = 64
 
 

@@ -22,7 +22,7 @@ UNTRACEABLE_OPTIMIZERS: dict[type[torch.optim.Optimizer], str] = {
 def check_step(model: object, optimizers: Sequence[Any], batch: object) -> None:
     """Raises an error for a model, an optimizer or a batch that cannot be traced."""
     if not isinstance(model, nn.Module):
-        raise wrong_value("model", model, "it is no torch.nn.Module", "Pass the model itself")
+        raise wrong_value("model", model, "it is not a torch.nn.Module", "Pass the model itself")
     _check_modules(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         reason = "it has no parameters that train"
@@ -57,7 +57,7 @@ def _check_modules(model: nn.Module) -> None:
 def _check_optimizer(optimizer: object, model: nn.Module) -> None:
     name = type(optimizer).__name__
     if not hasattr(optimizer, "param_groups"):
-        reason = "it is no torch.optim.Optimizer"
+        reason = "it is not a torch.optim.Optimizer"
         raise wrong_value("optimizer", optimizer, reason, "Pass that of the model, or several as a list")
     for kind, reason in UNTRACEABLE_OPTIMIZERS.items():
         if isinstance(optimizer, kind):

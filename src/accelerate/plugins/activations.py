@@ -66,7 +66,7 @@ class ActivationCheckpointing(KwargsHandler):
         for operator in operators:
             if not torch_private.is_operator(operator):
                 raise wrong_value(
-                    "save_operators", operator, "it is no overload of an operator of torch", fix
+                    "save_operators", operator, "it is not an overload of an operator of torch", fix
                 )
             if torch_private.draws_random_numbers(operator, (), {}):
                 reason = "it draws random numbers, and all of them must be drawn again in backward"

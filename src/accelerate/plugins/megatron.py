@@ -465,7 +465,7 @@ def _wrong_combinations(plugin: MegatronLMPlugin) -> Iterator[str]:
     if plugin.num_layers_per_virtual_pipeline_stage is not None and (plugin.pp_degree or 1) < 2:
         yield (
             f"num_layers_per_virtual_pipeline_stage={plugin.num_layers_per_virtual_pipeline_stage!r}: there "
-            "is no pipeline. Set pp_degree to 2 or more, or leave it out"
+            "is not a pipeline. Set pp_degree to 2 or more, or leave it out"
         )
     weight_decays = (plugin.start_weight_decay, plugin.end_weight_decay)
     if plugin.weight_decay_incr_style != "constant" and None in weight_decays:

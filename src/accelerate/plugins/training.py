@@ -52,7 +52,7 @@ class GradientAccumulationPlugin(KwargsHandler):
             of processes is. Prepared schedulers step once for each optimizer step. None: `num_steps` batches
             of each process.
         check_replicas: Whether optimizers compare the weights that several ranks have after steps 1, 2, 4, 8
-            and so on, and raise an error if they differ. False for ranks that train apart on purpose.
+            and so on, and raise an error if they differ. False for ranks that train separately on purpose.
 
     Raises:
         ConfigurationError: `num_steps` or `global_batch_size` is less than 1, or both are set.

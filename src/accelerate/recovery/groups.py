@@ -32,7 +32,7 @@ class DrivenAccumulation(Protocol):
 
 
 class ReplicaGroups:
-    """Replica groups of a run, each of which can end while the others go on.
+    """Replica groups of a run, each of which can end while the others continue.
 
     This class is for a run of one group. Its methods change nothing.
 

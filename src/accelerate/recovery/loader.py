@@ -225,7 +225,7 @@ def check_loader(loader: Any) -> None:
         raise wrong_value(
             "dataset",
             type(loader.dataset).__name__,
-            "a stream has no position at which another replica group can go on",
+            "a stream has no position at which another replica group can continue",
             "Use a dataset with a length and indices, or leave --replicas out",
         )
     sampler = getattr(loader, "sampler", None)

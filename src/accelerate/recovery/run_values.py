@@ -101,8 +101,8 @@ class RunValues:
                 self._store.wait(names, timedelta(seconds=self._run.timeout))
             except dist.DistStoreError:
                 logger.warning(
-                    f"Not all replica groups have arrived within {self._run.timeout} s, and the run goes on "
-                    "without the others."
+                    f"Not all replica groups have arrived within {self._run.timeout} s, and the run "
+                    "continues without the others."
                 )
         current_transport().barrier()
 

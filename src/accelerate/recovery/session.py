@@ -221,7 +221,7 @@ class Recovery(ReplicaGroups):
             if life != self._store.life:
                 raise RecoveryError(
                     "All replica groups have ended since this one began, so it does not know where the run "
-                    "goes on. The launcher starts it again."
+                    "continues. The launcher starts it again."
                 )
             if has_begun and over > loader.position.epoch:
                 loader.position = Position(over)
@@ -354,7 +354,7 @@ class Recovery(ReplicaGroups):
     def leave_pass(self, loader: RecoveryLoader, number: int) -> None:
         """Notes that the loop has left a pass before its end.
 
-        If the script goes on, the pass ends for all members. If an error ends it, they continue the pass.
+        If the script continues, the pass ends for all members. If an error ends it, they continue the pass.
         """
         self._left = loader, number
 

@@ -132,7 +132,7 @@ class Run:
     ranks: dict[int, RankTotals] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)  # starts of the first rank
     num_starts: int = 0
-    has_replicas: bool = False  # replica groups, which go on without one that has ended
+    has_replicas: bool = False  # replica groups, which continue without one that has ended
     logged: dict[str, dict[int, Series]] = field(
         default_factory=dict
     )  # name -> rank -> values passed to `log`

@@ -92,7 +92,7 @@ def read_config(source: object, name: str = "hf_ds_config") -> dict[str, Any]:
         raise wrong_value(name, path, f"it is not JSON ({error})", "Correct the file") from error
     if not isinstance(config, dict):
         fix = "Write {...} with DeepSpeed's settings"
-        raise wrong_value(name, path, "it is JSON, but no object", fix)
+        raise wrong_value(name, path, "it is JSON, but not an object", fix)
     return config
 
 
@@ -157,7 +157,7 @@ def problems_of_counts(config: Mapping[str, Any]) -> list[str]:
     """Returns one line for each value of a configuration that must be a count and is not."""
     counts = {name: config[name] for name in COUNTS if config.get(name, AUTO) != AUTO}
     return [
-        f"{name} is {shown(value)}: it is no whole number of at least 1"
+        f"{name} is {shown(value)}: it is not a whole number of at least 1"
         for name, value in counts.items()
         if not isinstance(value, int) or isinstance(value, bool) or value < 1
     ]
@@ -186,7 +186,7 @@ def problems_of_fields(fields: Any) -> list[str]:
     for name, least in (("gradient_accumulation_steps", 1), ("gradient_clipping", 0)):
         value = getattr(fields, name)
         if value not in (AUTO, None) and not _is_at_least(value, least):
-            problems.append(f"{name}={shown(value)}: it is no number of at least {least}")
+            problems.append(f"{name}={shown(value)}: it is not a number of at least {least}")
     return problems
 
 

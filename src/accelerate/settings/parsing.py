@@ -75,7 +75,7 @@ def _values_in(name: str, value: object) -> Iterator[tuple[str, Any]]:
         for key, inner in value.items():
             if not isinstance(key, str):
                 where = f"{shortened(name) or 'it'} has the key {shown(key)}"
-                raise ConfigurationError(f"{where}, which is no text: write it in quotes")
+                raise ConfigurationError(f"{where}, which is not text: write it in quotes")
             yield f"{name}.{key}" if name else key, inner
     elif isinstance(value, (list, tuple)):
         yield from ((name, inner) for inner in value)

@@ -16,7 +16,7 @@ class DrivingLoader:
     Of several that do, the one that has driven it before is kept, and otherwise the outermost is chosen.
 
     Args:
-        prefers_unfinished: Whether the outermost is chosen among those whose pass goes on after this batch.
+        prefers_unfinished: Whether the outermost is chosen among those whose pass continues after this batch.
 
     Attributes:
         is_uncertain: Whether an outer loader, whose pass ended with the batch before, drives the loop, too.

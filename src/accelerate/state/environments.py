@@ -224,7 +224,7 @@ def from_sagemaker(environ: Mapping[str, str]) -> Topology | None:
     except ValueError as error:
         raise wrong_value("SM_HOSTS", text, f"it is not JSON ({error})", fix) from None
     if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
-        raise wrong_value("SM_HOSTS", text, "it is no list of hosts", fix)
+        raise wrong_value("SM_HOSTS", text, "it is not a list of hosts", fix)
     topology = _sagemaker({"MASTER_ADDR": hosts[0], **environ} if hosts else environ)
     if topology is None:
         raise ConfigurationError(

@@ -173,7 +173,7 @@ class Strategy:
         if self.replicas > 1:
             raise PreparationError(
                 f"{name} updates parameters in the backward pass, before gradients are averaged: the models "
-                f"of {self.replicas} processes would drift apart. Use one process, or another optimizer."
+                f"of {self.replicas} processes would diverge. Use one process, or another optimizer."
             )
         steps = self.context.gradients.num_steps
         if steps > 1:

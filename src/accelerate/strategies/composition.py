@@ -114,13 +114,13 @@ def _may_be_packed(strategy: Strategy, obj: object, requested: bool | None) -> b
 
 LAYERS = (
     Row("pipeline.KeptStructures", "keeps structures of models before they are split", _compares_pipelines),
-    Row("axes.ContextAxis", "splits sequences, with attention over all ranks", _rotates_keys),
+    Row("axes.ContextAxis", "shards sequences, with attention over all ranks", _rotates_keys),
     Row(
         "axes.UlyssesAxis",
-        "splits sequences, and exchanges heads for them (DeepSpeed)",
+        "shards sequences, and exchanges heads for them (DeepSpeed)",
         _exchanges_heads("deepspeed"),
     ),
-    Row("axes.SequenceAxis", "splits sequences, and exchanges heads for them", _exchanges_heads("torch")),
+    Row("axes.SequenceAxis", "shards sequences, and exchanges heads for them", _exchanges_heads("torch")),
     Row("axes.ExpertAxis", "shards experts, whose ranks have different batches", _has(MeshAxis.EP)),
     Row("axes.TensorAxis", "shards the weights of layers of models", _has(MeshAxis.TP)),
     Row("pipeline.PipelineAxis", "keeps and runs the stages of this rank", _has(MeshAxis.PP)),
@@ -128,7 +128,7 @@ LAYERS = (
     Row("recomputation.Recomputation", "computes activations again in backward", _recomputes),
     Row("compilation.Compilation", "compiles models", _never, _is_compiled),
     Row("matrix_owners.WholeMatrices", "steps parameters as a whole", _never, _steps_matrices),
-    Row("isolation.PackingCheck", "checks that packed documents are apart", _never, _may_be_packed),
+    Row("isolation.PackingCheck", "checks that packed documents are isolated", _never, _may_be_packed),
 )
 """Layers in their order."""
 

@@ -157,7 +157,7 @@ _NO_FORWARD = (
 
 _CHANGED = (
     "The backward pass has changed weights, such as by an optimizer that a hook on a gradient steps. "
-    "DistributedDataParallel averages gradients after these hooks, so ranks would train apart. Step the "
+    "DistributedDataParallel averages gradients after these hooks, so the ranks would diverge. Step the "
     "optimizer after accelerator.backward(loss), or shard the model with FSDP 2, which calls hooks of "
     "register_post_accumulate_grad_hook with averaged gradients."
 )

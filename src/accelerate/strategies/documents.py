@@ -82,7 +82,7 @@ def _given(boundaries: object, rows: int, length: int) -> Tensor:
     ends = values.tolist()
     if ends[:1] != [0] or ends[-1] != rows * length or ends != sorted(set(ends)):
         raise ConfigurationError(
-            f"boundaries {ends} are no cumulative lengths of {rows * length} positions. They begin with 0, "
+            f"boundaries {ends} are not cumulative lengths of {rows * length} positions. They begin with 0, "
             f"increase, and end with {rows * length}."
         )
     lengths = values.diff().long()

@@ -1,8 +1,8 @@
-"""Isolation of the documents of packed sequences, which is proven by gradients.
+"""Isolation of the documents of packed sequences, which is checked by gradients.
 
-A model keeps documents apart if the outputs of a document have no gradient by the input embeddings of the
-others. This holds for attention with document masks, and for convolutions and recurrent layers that begin
-anew with each document, and needs no knowledge of the model.
+Documents are isolated if the outputs of a document have no gradient with respect to the input embeddings of
+the others. This holds for attention with document masks, and for convolutions and recurrent layers that
+restart at each document. The check needs no knowledge of the model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from accelerate.strategies.layer import Layer, WeakStrategy
 from accelerate.strategies.module_state import ModuleState
 
 POSITIONS = "positions"
-"""Kind of a leak that is no module."""
+"""Kind of a leak that is not in a module."""
 MIN_COUNTED = 3
 """Length from which indices that increase by 1 are taken for positions."""
 
@@ -53,7 +53,7 @@ class _Inputs(TorchFunctionMode):
     Args:
         numbers: Number of the document of each position of this rank.
         documents: Number of the document of each position of whole sequences.
-        tokens: Tensors of the batch that are no positions, even if they count.
+        tokens: Tensors of the batch that are not positions, even if they count.
         layer: Layer that splits sequences.
     """
 
@@ -178,7 +178,7 @@ class IsolationCheck:
         return copied.requires_grad_(has_features and tensor.shape[:2] == self._numbers.shape)
 
     def find(self) -> Leak | None:
-        """Returns the first module that leaks, or None if documents are kept apart."""
+        """Returns the first module that leaks, or None if documents are isolated."""
         color = next((color for color in (1, 0) if self._leaks(color, -1)), None)
         if color is None:
             return Leak("", POSITIONS) if is_on_any_rank(self.has_shifted_positions, self._device) else None
@@ -274,8 +274,8 @@ def cause_of(leak: Leak, model: nn.Module, batch: object, *, is_causal: bool) ->
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if leak.kind == POSITIONS:
         return (
-            "Positions are counted over the whole row and not anew for each document. Pass position_ids that "
-            "restart at each document."
+            "Positions are counted over the whole row, and do not restart at each document. Pass "
+            "position_ids that restart at each document."
         )
     if "conv" in name:
         return "A convolution over positions reads across a boundary. Pass seq_idx, or pad between documents."

@@ -1,8 +1,8 @@
 """Comparison of the weights that several ranks have, after the first steps of an optimizer.
 
-Ranks train apart without an error if gradients are not averaged: after a forward through the module before
-`prepare`, with gradients from `torch.autograd.grad`, or with parameters of a model that was not prepared. So
-prepared optimizers compare a digest of their parameters after steps 1, 2, 4, 8 and so on.
+The weights of ranks diverge without an error if gradients are not averaged: after a forward through the
+module before `prepare`, with gradients from `torch.autograd.grad`, or with parameters of a model that was not
+prepared. So prepared optimizers compare a digest of their parameters after steps 1, 2, 4, 8 and so on.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class ReplicaCheck:
         reason = self._reason(own.get(different[0]), are_gradients=GRADIENTS in verdicts)
         raise StateError(
             f"Ranks have different weights after step {self._steps} of {kind}: {which}. {reason} If ranks "
-            "are meant to train apart, pass gradient_accumulation_plugin=GradientAccumulationPlugin("
+            "are meant to train separately, pass gradient_accumulation_plugin=GradientAccumulationPlugin("
             f"{CHECK_REPLICAS}=False) to Accelerator."
         )
 

@@ -1,4 +1,4 @@
-"""Outputs of modules that are no views, so that a script may change them in place."""
+"""Outputs of modules that are not views, so that a script may change them in place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def identical(tensor: Tensor) -> Tensor:
 
 
 def without_views(values: object) -> Any:
-    """Returns nested values with tensors that are no views."""
+    """Returns nested values with tensors that are not views."""
     return torch_private.pytree.tree_map_only(
         Tensor, lambda tensor: identical(tensor) if torch_private.is_view(tensor) else tensor, values
     )

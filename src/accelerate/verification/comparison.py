@@ -128,7 +128,7 @@ _OF_SHARDS = (
     "Each rank has a part of the sequences, so the outputs of modules cannot be compared. Labels and "
     "positions must be those of whole sequences: a rank that shifts its own labels lacks that of its last "
     "position, and one that counts positions begins at 0. Shift labels and count positions before "
-    "accelerator.maybe_context_parallel, and pass them as buffers. A loss that is no mean of cross_entropy "
+    "accelerator.maybe_context_parallel, and pass them as buffers. A loss other than a mean of cross_entropy "
     "or lm_loss is one over the positions of a rank."
 )
 

@@ -355,7 +355,7 @@ class Recorder:
             self._sizes[name] = max(self._sizes.get(name, 0.0), size / largest)
 
     def _restore_rates(self) -> None:
-        """Restores the learning rates that the step before has replaced, from which schedulers go on."""
+        """Restores the learning rates that the step before has replaced, from which schedulers continue."""
         if self._replaced is not None:
             for group, rate in zip(self._replaced.param_groups, self._rates, strict=False):
                 group["lr"] = rate

@@ -176,7 +176,8 @@ def read_torch(path: Target, map_location: MAP_LOCATION = None, **options: Any) 
     except (OSError, *DAMAGE_ERRORS) as error:
         if isinstance(error, OSError) and error.filename is not None:  # the message names the file
             raise
-        text = f"{_name_of(path)} cannot be read: it is cut off, damaged, or no file of torch.save ({error})"
+        reason = f"it is truncated, damaged, or not a file of torch.save ({error})"
+        text = f"{_name_of(path)} cannot be read: {reason}"
         raise like(CheckpointError(text), error) from error
 
 

@@ -96,7 +96,7 @@ def _read_header(file: int) -> dict[str, Range]:
     size = os.fstat(file).st_size
     length = int.from_bytes(os.read(file, LENGTH_SIZE), "little")
     if length > size - LENGTH_SIZE:
-        raise ValueError("its header is cut off")
+        raise ValueError("its header is truncated")
     with open(file, "rb", closefd=False) as header_file:
         header: dict[str, Any] = json.loads(header_file.read(length))
     header.pop("__metadata__", None)
@@ -110,7 +110,7 @@ def _range_of(name: str, entry: dict[str, Any], data: int, size: int) -> Range:
         raise ValueError(f"{name} has a shape or offsets that are not sizes")
     stored = Range(data + first, data + last, DTYPES.get(entry["dtype"]), shape)
     if not data <= stored.start <= stored.end <= size:
-        raise ValueError(f"{name} is cut off")
+        raise ValueError(f"{name} is truncated")
     if stored.dtype is not None and stored.end - stored.start != prod(stored.shape) * stored.dtype.itemsize:
         raise ValueError(f"{name} has not as many bytes as its shape says")
     return stored

@@ -65,7 +65,7 @@ def read_index(path: Path) -> Index:
     """
     content = _read_json(path)
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is no index of weights: it holds a {type(content).__name__}.")
+        raise CheckpointError(f"{path} is not an index of weights: it holds a {type(content).__name__}.")
     broken = [name for name, entry in content.items() if not isinstance(entry, dict) or _is_broken(entry)]
     if broken:
         raise CheckpointError(
@@ -97,8 +97,8 @@ def read_weight_map(path: Path) -> dict[str, str]:
     content = _read_json(path)
     weight_map = content.get("weight_map", content or None) if isinstance(content, dict) else None
     if not isinstance(weight_map, dict):
-        text = "it holds no dictionary 'weight_map', and is no such dictionary itself"
-        raise CheckpointError(f"{path} is no index of weights: {text}.")
+        text = "it holds no dictionary 'weight_map', and is not such a dictionary itself"
+        raise CheckpointError(f"{path} is not an index of weights: {text}.")
     for name, file in weight_map.items():
         if reason := refuse_outside(file):
             raise CheckpointError(
@@ -189,10 +189,10 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
     if weight_info.get(WRITTEN, status.st_mtime_ns) != status.st_mtime_ns:
         raise CheckpointError(
             f"{path} was written again after the model was dispatched: another model has its weights there. "
-            "Give each model a folder of its own."
+            "Use a separate folder for each model."
         )
     if status.st_size < size:
-        reason = f"has {status.st_size} bytes instead of {size}: it is cut off"
+        reason = f"has {status.st_size} bytes instead of {size}: it is truncated"
         error = CheckpointError(f"{path} {reason}. Load the model again, which rewrites it.")
         raise as_builtin(error, ValueError)
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(dtype).reshape(shape)

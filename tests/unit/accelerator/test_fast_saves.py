@@ -245,7 +245,7 @@ def test_damaged_generations_are_named_and_the_durable_checkpoint_is_loaded(
     resumed[0].load_state()
     assert resumed[2].num_updates == 3
     assert "model.safetensors does not fit its checksum" in caplog.text
-    assert "no node that is left holds model.safetensors" in caplog.text
+    assert "no remaining node stores model.safetensors" in caplog.text
 
 
 def test_an_interrupted_save_leaves_nothing_and_the_generation_before(
@@ -415,7 +415,7 @@ def test_generations_of_another_project_are_kept_and_refused(
 ) -> None:
     train(begin(), 4)
     with pytest.raises(
-        CheckpointError, match="holds a checkpoint of the project .*project'.*Choose another folder"
+        CheckpointError, match="contains a checkpoint of the project .*project'.*Choose another folder"
     ):
         begin(project_dir=str(tmp_path / "other"))
     assert steps_of(tmp_path / "fast") == [3]

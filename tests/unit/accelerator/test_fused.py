@@ -98,7 +98,7 @@ def test_fused_optimizers_with_several_processes_are_refused() -> None:
     strategy = Accelerator(cpu=True)._runtime.strategy
     assert isinstance(strategy.context, Context)
     strategy.replicas = 4
-    with pytest.raises(PreparationError, match="models of 4 processes would drift apart"):
+    with pytest.raises(PreparationError, match="models of 4 processes would diverge"):
         strategy.check_optimizer(Fused(torch.nn.Linear(1, 1), 0.1))
 
 

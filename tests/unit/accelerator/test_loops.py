@@ -295,7 +295,7 @@ def test_a_warning_names_the_loader_that_drives_the_loop_if_that_is_uncertain(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert updates_of(read_cycled, (1, 5)) == []  # one micro-batch in each epoch
-    assert "has chosen one that goes on" in caplog.text
+    assert "has chosen one that continues" in caplog.text
 
 
 def read_ahead(main: Any, other: Any) -> Iterator[Any]:

@@ -71,5 +71,5 @@ def test_a_folder_that_another_model_has_overwritten(tmp_path: Path) -> None:
     dispatch_model(second, {"": "disk"}, offload_dir=tmp_path)
     for path in tmp_path.glob("*.dat"):
         os.utime(path, ns=(past, past))  # clocks of files are coarse
-    with pytest.raises(CheckpointError, match="Give each model a folder of its own"):
+    with pytest.raises(CheckpointError, match="Use a separate folder for each model"):
         first(x)

@@ -254,7 +254,7 @@ def test_broken_files_are_named(files: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"names files that are not beside it: model-00001-of"):
         load_checkpoint_in_model(empty(), tmp_path)
     (tmp_path / index.name).write_text("{}")
-    with pytest.raises(CheckpointError, match="is no index of weights"):
+    with pytest.raises(CheckpointError, match="is not an index of weights"):
         load_checkpoint_in_model(empty(), tmp_path)
     (tmp_path / index.name).unlink()
     with pytest.raises(ConfigurationError, match="the folder holds none of model.safetensors"):

@@ -121,7 +121,7 @@ def test_a_rank_that_cannot_list_the_folder_has_no_candidates(
     Accelerator(cpu=True)
     monkeypatch.setattr(retention, "survey", fail)
     assert list(loading.open_newest(tmp_path, Consensus(), ALONE, 1.0)) == []
-    assert "cannot be looked for: [Errno 13] Permission denied" in caplog.text
+    assert "cannot be listed: [Errno 13] Permission denied" in caplog.text
 
 
 def test_a_replacement_that_was_interrupted_is_undone_before(tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_ranks_that_find_different_saves_read_again_and_then_name_each_other(tmp
     found, said = read_all(opened, lambda number, source: None)
     assert found == []
     assert len(said) == loading.ATTEMPTS
-    assert "process 1 finds another save under this name than process 0" in said[-1]
+    assert "rank 1 finds another save under this name than rank 0" in said[-1]
     (again,) = [agree(CheckpointSource(folder, Pair({"path": "other", "save": "x"}), ALONE))]
     assert again == ""  # copies on two machines
 

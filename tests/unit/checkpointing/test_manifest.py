@@ -52,7 +52,7 @@ def flip(path: Path, place: int = 100) -> None:
         (
             lambda folder: (folder / "sub/deep.bin").write_bytes(b"de"),
             False,
-            "2 bytes instead of 4: it is cut off",
+            "2 bytes instead of 4: it is truncated",
         ),
         (lambda folder: flip(folder / "model.safetensors"), False, ""),
         (

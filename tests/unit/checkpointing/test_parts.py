@@ -196,8 +196,8 @@ UNFIT = {
         in_groups({key: value for key, value in GROUP.items() if key != "betas"}),
         "lacks betas",
     ),
-    "no groups": ({"state": {}}, "no state of an optimizer"),
-    "a number": (3, "no state of an optimizer"),
+    "no groups": ({"state": {}}, "not the state of an optimizer"),
+    "a number": (3, "not the state of an optimizer"),
 }
 
 
@@ -323,7 +323,8 @@ def test_generators_are_restored_and_invalid_states_are_refused(tmp_path: Path) 
 def test_an_invalid_position_is_named_with_its_file(tmp_path: Path, content: Any) -> None:
     loader = Accelerator(cpu=True).prepare(DataLoader(range(4)))
     torch.save(content, tmp_path / "sampler.bin")
-    with pytest.raises(CheckpointError, match=r"no position of a loader|sampler\.bin does not fit this Data"):
+    message = r"not the position of a loader|sampler\.bin does not fit this Data"
+    with pytest.raises(CheckpointError, match=message):
         LoaderPart(0, loader).read(CheckpointReader(tmp_path, names={"sampler.bin"})).apply()
 
 

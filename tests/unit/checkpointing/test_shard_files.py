@@ -158,7 +158,7 @@ def test_a_missing_shard_is_named(folder: Path, tensor: Tensor) -> None:
 def test_a_shard_that_is_cut_off_is_named(folder: Path, tensor: Tensor) -> None:
     path = folder / "__2_0.distcp"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"shards/__2_0\.distcp has \d+ bytes, .* it is cut off"):
+    with pytest.raises(CheckpointError, match=r"shards/__2_0\.distcp has \d+ bytes, .* it is truncated"):
         read_all(folder, tensor)
 
 

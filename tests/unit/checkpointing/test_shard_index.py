@@ -95,8 +95,8 @@ def test_missing_and_damaged_metadata_raise_an_error_with_its_path(tmp_path: Pat
     shard_files.finish(tmp_path, [[entry(0), entry(1)]])
     path = tmp_path / shard_index.NAME
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(CheckpointError, match="it is damaged, or no metadata of shards"):
+    with pytest.raises(CheckpointError, match="it is damaged, or not metadata of shards"):
         shard_index.read(tmp_path, "model")
     path.write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(CheckpointError, match="no metadata of shards"):
+    with pytest.raises(CheckpointError, match="not metadata of shards"):
         shard_index.read(tmp_path, "model")

@@ -276,7 +276,7 @@ def test_memory_is_not_reserved_for_what_the_files_do_not_hold(tmp_path: Path) -
     optimizer.step()
     options = save(tmp_path, owner_of(optimizer))
     rewrite(tmp_path / "optimizer_0", grow)
-    with pytest.raises(CheckpointError, match="bytes, and at least 1125899906.* are needed: it is cut off"):
+    with pytest.raises(CheckpointError, match="bytes, and at least 1125899906.* are needed: it is truncated"):
         read_shards("optimizer_0", owner_of(optimizer), options)
 
 

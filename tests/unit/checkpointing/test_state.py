@@ -112,5 +112,5 @@ def test_map_location_selects_the_device_of_weights() -> None:
     assert read_device(None) == "cpu"
     assert read_device("on_device") == torch.device("cpu")
     assert read_device("meta") == "meta"
-    with pytest.raises(TypeError, match="map_location='invalid': it is no device"):
+    with pytest.raises(TypeError, match="map_location='invalid': it is not a device"):
         read_device("invalid")

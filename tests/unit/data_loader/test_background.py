@@ -129,7 +129,7 @@ def test_a_read_that_does_not_return_is_abandoned(
     reader = ReadAhead(stuck(), lambda: False)
     reader.take()
     reader.close()
-    assert "still busy with a read" in caplog.text
+    assert "still reading samples" in caplog.text
     release.set()
     wait_until(lambda: readers() == 0)
 

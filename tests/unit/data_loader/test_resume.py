@@ -239,7 +239,7 @@ def test_another_kind_of_loader_is_refused() -> None:
     plain, shuffled = accelerator.prepare(build("in order", 0), build("own generator", 0))
     with pytest.raises(CheckpointError, match="had 1 random generators, and .* has 0"):
         resume.restore(plain, resume.capture(shuffled) or {})
-    with pytest.raises(CheckpointError, match="this is no position of a loader"):
+    with pytest.raises(CheckpointError, match="this is not the position of a loader"):
         resume.restore(plain, {"epoch": 1})
 
 

@@ -143,7 +143,7 @@ def test_batches_of_another_size_resume_after_the_same_samples(
 
 def test_batches_that_do_not_begin_there_are_refused() -> None:
     loader = resumed(make(Counted(20)), 3, rows=3)
-    with pytest.raises(CheckpointError, match=r"9 of its samples were given in batches of 3.*no batch of 2"):
+    with pytest.raises(CheckpointError, match=r"9 of its samples were read in batches of 3.*no batch of 2"):
         skip_prepared(loader, 3)
 
 

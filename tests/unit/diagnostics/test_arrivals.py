@@ -95,7 +95,7 @@ def test_the_lowest_waiting_rank_reports_missing_ranks_once_and_the_end_of_the_h
     text, over = ranks.go()
     assert text.startswith("accelerate: hang: ranks 1-2 wait in init_process_group, "), text
     assert "; rank 0 did not come, and no rank that waits can see what it does.\n" in text
-    assert over == "accelerate: the hang is over: rank 1 goes on."
+    assert over == "accelerate: the hang is over: rank 1 continues."
 
 
 def test_ranks_that_join_in_time_report_nothing(ranks: Ranks) -> None:

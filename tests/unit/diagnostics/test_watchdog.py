@@ -105,7 +105,7 @@ def test_a_hang_is_reported_at_growing_intervals_and_withdrawn_when_it_ends() ->
     pair.seen[0].wait = (None, 0.0)
     pair.check()
     pair.check()
-    assert pair.kept[0].texts[-1] == "accelerate: the hang is over: rank 0 goes on."
+    assert pair.kept[0].texts[-1] == "accelerate: the hang is over: rank 0 continues."
 
 
 def test_an_end_is_named_at_once() -> None:

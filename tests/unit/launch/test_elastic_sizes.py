@@ -146,7 +146,7 @@ def test_a_process_that_fails_twice_in_succession_is_left_out(
     with patch_environment(VISIBLE="4,5,6"):
         assert sizes_after(ranks, [0, -9, 0], [0, -9, 0]) == [3, 2]
         assert environ.current()["VISIBLE"] == "4,6"
-    assert "rank 1 has failed twice and is left out: the run goes on with 2" in capfd.readouterr().err
+    assert "rank 1 has failed twice and is left out: the run continues with 2" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

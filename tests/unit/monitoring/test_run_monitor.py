@@ -358,7 +358,7 @@ def test_an_exception_in_the_thread_is_reported_once_and_the_recording_continues
     AcceleratorState._reset_state(reset_partial_state=True)
     assert windows_of(tmp_path)[-1].last == 60
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warning == "Records of this run are incomplete: KeyError('no such counter'). Training goes on."
+    assert warning == "Records of this run are incomplete: KeyError('no such counter'). Training continues."
 
 
 def test_a_folder_that_is_removed_during_the_run_is_reported_once(

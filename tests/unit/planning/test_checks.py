@@ -40,7 +40,7 @@ JAGGED = [torch.nested.nested_tensor([torch.ones(1, 4), torch.ones(2, 4)], layou
         (linear(), [torch.ones(2, 5)], sum_loss, "training step fails: RuntimeError.*same reduction dim"),
         (Failing(4, 4), DENSE, sum_loss, "training step fails: AssertionError: need 99 samples"),
         (nn.ReLU(), DENSE, sum_loss, "no parameters that train"),
-        (None, DENSE, sum_loss, "model=None: it is no torch.nn.Module"),
+        (None, DENSE, sum_loss, "model=None: it is not a torch.nn.Module"),
         (nn.Sequential(nn.LazyLinear(4)), DENSE, sum_loss, "0.weight.*have no shape yet"),
         (nn.ModuleList([nn.LazyLinear(4)]), DENSE, sum_loss, "0.weight.*have no shape yet"),
         (nn.Embedding(9, 4, sparse=True), DENSE, sum_loss, "sparse gradients.*sparse=False"),
@@ -58,8 +58,8 @@ def test_a_step_without_a_plan_has_one_error(model: Any, batch: Any, loss: Any, 
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (None, "optimizer=None: it is no torch.optim.Optimizer"),
-        ("adam", "optimizer='adam': it is no torch.optim.Optimizer"),
+        (None, "optimizer=None: it is not a torch.optim.Optimizer"),
+        ("adam", "optimizer='adam': it is not a torch.optim.Optimizer"),
         (torch.optim.SGD(linear().parameters(), lr=0.1), "SGD.*updates no parameter of Linear"),
     ],
 )

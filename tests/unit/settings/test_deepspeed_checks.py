@@ -38,7 +38,7 @@ def test_a_configuration_is_a_dictionary_a_path_or_base64(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("{bad", "it is not JSON"), ("[1]", "it is JSON, but no object"), (None, "there is no such file")],
+    [("{bad", "it is not JSON"), ("[1]", "it is JSON, but not an object"), (None, "there is no such file")],
 )
 def test_a_file_that_is_no_configuration_is_refused_by_its_name(tmp_path, text, said):
     path = tmp_path / "config.json"
@@ -119,9 +119,12 @@ def test_values_are_looked_up_by_dotted_names():
             {"offload_optimizer_device": "NVME", "zero_stage": 3},
             "offload_optimizer_device='nvme' needs offload_optimizer",
         ),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: it is no number of at least 1"),
-        ({"gradient_clipping": "x"}, "gradient_clipping='x': it is no number of at least 0"),
-        ({"gradient_clipping": True}, "gradient_clipping=True: it is no number of at least 0"),
+        (
+            {"gradient_accumulation_steps": 0},
+            "gradient_accumulation_steps=0: it is not a number of at least 1",
+        ),
+        ({"gradient_clipping": "x"}, "gradient_clipping='x': it is not a number of at least 0"),
+        ({"gradient_clipping": True}, "gradient_clipping=True: it is not a number of at least 0"),
     ],
 )
 def test_a_field_that_deepspeed_cannot_take_is_named(changed, problem):

@@ -36,8 +36,8 @@ def test_values_may_have_the_largest_depth() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({1: 2}, "it has the key 1, which is no text: write it in quotes"),
-        ({"a": {"b": [{True: 2}]}}, "a.b has the key True, which is no text: write it in quotes"),
+        ({1: 2}, "it has the key 1, which is not text: write it in quotes"),
+        ({"a": {"b": [{True: 2}]}}, "a.b has the key True, which is not text: write it in quotes"),
     ],
 )
 def test_a_key_that_is_no_text_is_named_with_its_place(content: Any, said: str) -> None:

@@ -207,8 +207,8 @@ def test_boundaries_are_read(values: dict[str, Any], boundaries: Any) -> None:
     [
         ({"input_ids": DOCUMENTS}, None, "has no boundaries"),
         ({"input_ids": DOCUMENTS}, DOCUMENTS[:, :-1], "boundaries have shape"),
-        ({"input_ids": DOCUMENTS}, [0, 5, 9], "no cumulative lengths of 24"),
-        ({"input_ids": DOCUMENTS}, [5, 5, 24], "no cumulative lengths of 24"),
+        ({"input_ids": DOCUMENTS}, [0, 5, 9], "not cumulative lengths of 24"),
+        ({"input_ids": DOCUMENTS}, [5, 5, 24], "not cumulative lengths of 24"),
         ({"input_ids": DOCUMENTS}, [0.0, 24.0], "boundaries have dtype"),
         ({"input_ids": torch.arange(3)}, [0, 3], "no tensor of shape"),
     ],

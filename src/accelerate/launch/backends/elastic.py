@@ -157,7 +157,8 @@ class Ranks:
             return size
         self._failed, self._devices = None, self._devices.without(rank)
         environ.assign(self._devices.variables)
-        say(f"rank {rank} has failed twice and is left out: the run goes on with {size - 1} of its processes")
+        left = f"the run continues with {size - 1} of its processes"
+        say(f"rank {rank} has failed twice and is left out: {left}")
         return size - 1
 
     def finish(self, code: int) -> None:

@@ -166,11 +166,11 @@ class RendezvousSection(Section):
 
     nnodes: str | None = optional(
         "Number of machines, or the smallest and the largest number of an elastic run: 2:4. An elastic run "
-        "goes on with the remaining machines when some are lost, and grows when they return.",
+        "continues with the remaining machines when some are lost, and grows when they return.",
         key=None,  # YAML reads 2:4 as a number
     )
     min_processes: int | None = optional(
-        "Smallest number of processes with which an elastic run goes on. --num_processes is the largest.",
+        "Smallest number of processes with which an elastic run continues. --num_processes is the largest.",
         limits=(1, 10**6),
     )
     same_network: bool = _machines_option(
@@ -234,7 +234,7 @@ class DiagnosticsSection(Section):
         limits=(0, 10**6),
     )
     hang_action: str | None = optional(
-        "What follows a report: report (the default) lets the run go on, abort ends all processes with an "
+        "What follows a report: report (the default) lets the run continue, abort ends all processes with an "
         "error.",
         choices=("report", "abort"),
     )
@@ -276,7 +276,7 @@ class StoppingSection(Section):
     )
     stop_file: str | None = optional("A file that asks all processes to save and stop as soon as it exists.")
     save_file: str | None = optional(
-        "A file that asks all processes to save and go on, each time that it is touched."
+        "A file that asks all processes to save and continue, each time that it is touched."
     )
 
 

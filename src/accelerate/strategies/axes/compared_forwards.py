@@ -1,4 +1,4 @@
-"""Forwards of a model that are computed to be compared, and that leave no trace."""
+"""Forwards of a model that are computed for a comparison, after which the model is restored."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Computed(NamedTuple):
 
 @contextmanager
 def comparable(model: nn.Module) -> Iterator[Callable[..., Computed]]:
-    """Yields a function that computes a forward of a model, and leaves no trace of it.
+    """Yields a function that computes a forward of a model, and restores the model at the end.
 
     Each forward starts with the same attributes, buffers and parameters unless the one before keeps those
     that it changes. Random operators return fixed values. The modes of modules are those of the program,
-    because a model may compute something else in training. All is restored at the end.
+    because a model may compute something else in training.
     """
     state, generators = ModuleState(model), rng.capture()
     restore_objects = captured(state.values)

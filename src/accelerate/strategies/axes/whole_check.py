@@ -279,7 +279,7 @@ def _refuse_differences(name: str, ranks: SequenceRanks, results: list[Result], 
             f"{name} computes other outputs on the positions of a rank than on whole sequences (relative "
             f"difference {difference:.1e}), so {ranks.sizes} would train another model. Only attention by "
             "a replaced function may combine positions, and positions must be an argument of the model or "
-            "torch.arange(length) in its forward. A loss that is no cross_entropy or nll_loss of one label "
+            "torch.arange(length) in its forward. A loss other than cross_entropy or nll_loss of one label "
             f"for each position is computed from the outputs, outside of the model. Set {ranks.ones} for "
             "means over a sequence, pooled outputs and labels that the model shifts."
         )

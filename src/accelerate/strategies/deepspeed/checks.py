@@ -110,7 +110,7 @@ def _problem_of_parameters(
         )
     if foreign := sum(id(parameter) not in own for group in groups for parameter in group["params"]):
         return (
-            f"{name} has {foreign} tensors that are no parameters of {model_name}, and an engine averages "
+            f"{name} has {foreign} tensors that are not parameters of {model_name}, and an engine averages "
             "only the gradients of its model. Build it from model.parameters() of that model"
         )
     stage = (config.get("zero_optimization") or {}).get("stage")

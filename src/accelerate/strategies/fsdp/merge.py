@@ -123,7 +123,7 @@ def _read_index(source: Path) -> ShardIndex:
     for folder in (source, source / f"{FSDP_MODEL_NAME}_0"):
         if os.path.isfile(folder / shard_index.NAME):  # also False for a name that is too long
             return shard_index.read(folder, MODEL)
-    reason = f"this is no folder with a sharded checkpoint: it has no file {shard_index.NAME}"
+    reason = f"the folder contains no sharded checkpoint: it has no file {shard_index.NAME}"
     raise wrong_value("checkpoint_directory", str(source), reason, "Name the folder with the model's shards")
 
 

@@ -59,7 +59,7 @@ def _modules_by_name(expression: str, model: nn.Module) -> list[nn.Module]:
     try:
         pattern = re.compile(expression)
     except re.error as error:
-        reason = f"no regular expression ({error})"
+        reason = f"it is not a regular expression ({error})"
         raise wrong_value("ignored_modules", expression, reason, "Fix it") from error
     return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
 

@@ -111,7 +111,7 @@ Shares = list[float]
 def shares_of_labels(microbatches: Sequence[MicroBatch]) -> tuple[Shares, Shares] | None:
     """Returns the shares in all labels, and in those after the first of each sample.
 
-    Labels of -100 do not count. It is None for labels that are no classes.
+    Labels of -100 do not count. It is None for labels that are not classes.
     """
     labels: list[Any] = [each.kwargs.get("labels") for each in microbatches]
     if not all(isinstance(each, Tensor) and each.ndim and not each.is_floating_point() for each in labels):

@@ -149,8 +149,8 @@ class Pipeline(ScheduledStages):
     def _compare_changes(self) -> None:
         """Lets the next batches be compared if the user has changed the model since the last batch.
 
-        A model may begin later to hand over values outside of the outputs of layers. By its own count of
-        batches it may, too, so that some later batches are compared without a change.
+        A model may begin later to pass values outside of the outputs of layers, also by its own count of
+        batches. Therefore, some later batches are compared without a change.
         """
         if self._program is not None and self._program != self._program_of_user():
             self._is_verified = self._has_evaluated = False

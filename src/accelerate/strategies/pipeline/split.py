@@ -223,7 +223,7 @@ def _containers_of(model: nn.Module, names: Sequence[str]) -> list[str]:
 
 
 def _submodule_names(model: nn.Module, containers: Sequence[str]) -> Iterator[str]:
-    """Yields the names of the modules in containers that are no containers, in their order."""
+    """Yields the names of the modules in containers that are not containers themselves, in order."""
     inner = set(containers)
     return (name for name in _walk(model, inner) if name not in inner)
 

@@ -306,7 +306,7 @@ class PipelineModel:
         return torch_private.replaced_weights(self._absent, has_hooks=True)
 
     def outside(self) -> AbstractContextManager[None]:
-        """Returns a context manager, inside of `running`, for code that is no forward, such as a loss."""
+        """Returns a context manager, inside of `running`, for code outside of a forward, such as a loss."""
         hidden: dict[nn.Module, torch_private.Weights] = {
             part: (dict.fromkeys(parameters), dict.fromkeys(buffers))
             for part, (parameters, buffers) in self._absent.items()

@@ -1,13 +1,13 @@
 """Comparison of a pipeline with the model that was not split, on the first batch.
 
-The code of a model may hand over values in ways that no trace follows, such as attributes of layers, and its
+The code of a model may pass values in ways that no trace follows, such as attributes of layers, and its
 loss may be another one than the mean over samples. So the first batch is computed in two more ways:
 
 1. The model on one rank computes the micro-batches and the whole batch, which must have the same loss.
 2. The pipeline and the model on one rank compute the first micro-batches, which must have the same outputs of
    layers, losses and gradients.
 
-Random functions return their mean meanwhile. The state of the model is restored.
+Random functions return fixed values during the comparison. The state of the model is restored.
 """
 
 from __future__ import annotations
@@ -470,8 +470,8 @@ def _not_equal(pipeline: Pipeline, text: str, changes: Collection[str]) -> Prepa
     seen = f" On one rank, {listed(list(changes))}." if changes else ""
     return PreparationError(
         f"{type(pipeline.model.model).__name__} cannot be split into {pipeline.model.num_stages} stages: the "
-        f"pipeline {text}.{seen} Layers of other stages compute nothing on a rank, so what a layer hands "
-        "over in an attribute, a buffer, an argument that it changes, a hook or another object does not "
-        "reach later stages or loss_fn. Return it from the layer, or begin stages at other layers with "
+        f"pipeline {text}.{seen} Layers of other stages compute nothing on a rank, so values that a layer "
+        "passes in an attribute, a buffer, an argument that it changes, a hook or another object do not "
+        "reach later stages or loss_fn. Return them from the layer, or begin stages at other layers with "
         f"PipelineConfig(split=[...]). {HINT}"
     )

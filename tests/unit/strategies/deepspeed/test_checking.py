@@ -40,7 +40,7 @@ TABLE = [
     ([MODEL], [OWN], [RATE], SCHEDULER, ["has the scheduler WarmupLR"]),
     ([MODEL], [], [DummyScheduler(OWN)], SCHEDULER, ["without its optimizer"]),
     ([MODEL], [OWN], [DummyScheduler(OWN)], {}, ["pass lr_scheduler_callable"]),
-    ([OTHER], [OWN], [], {}, ["SGD has 2 tensors that are no parameters of Linear"]),
+    ([OTHER], [OWN], [], {}, ["SGD has 2 tensors that are not parameters of Linear"]),
     ([FROZEN], [torch.optim.SGD(FROZEN.parameters())], [], {}, ["no parameter that is trained"]),
     ([FROZEN], [STAND_IN], [], OPTIMIZER, ["no parameter that is trained"]),
     ([PARTLY], [GROUPS], [], {"zero_optimization": {"stage": 2}}, ["(0), which ZeRO stage 2 cannot shard"]),

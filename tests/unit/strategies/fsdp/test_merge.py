@@ -128,7 +128,7 @@ def test_wrong_folders_are_one_message(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, str(tmp_path), str(tmp_path / "whole")) == 2
-    assert "this is no folder with a sharded checkpoint" in capsys.readouterr().err
+    assert "the folder contains no sharded checkpoint" in capsys.readouterr().err
     assert run(monkeypatch, str(checkpoint), str(checkpoint / "whole"), "--remove_checkpoint_dir") == 2
     assert "the result would be removed" in capsys.readouterr().err
     assert checkpoint.is_dir()
@@ -143,6 +143,6 @@ def test_a_checkpoint_without_tensors_is_refused(tmp_path: Path) -> None:
 def test_a_shard_that_is_cut_off_is_named(checkpoint: Path, tmp_path: Path) -> None:
     (shard,) = checkpoint.rglob("*.distcp")
     shard.write_bytes(shard.read_bytes()[:-50])
-    with pytest.raises(CheckpointError, match=rf"{shard.name} has \d+ bytes, .* it is cut off"):
+    with pytest.raises(CheckpointError, match=rf"{shard.name} has \d+ bytes, .* it is truncated"):
         merge_fsdp_weights(str(checkpoint), str(tmp_path / "whole"))
     assert list((tmp_path / "whole").iterdir()) == []
