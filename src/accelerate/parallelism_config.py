@@ -46,7 +46,7 @@ class Data(Enum):
 class MeshAxis(Enum):
     """Dimensions of the device mesh, from the outermost to the innermost, whose ranks communicate the most.
 
-    The value of a member is the name of the dimension, to which `ParallelismConfig` has a size.
+    The value of a member is the name of the dimension, for which `ParallelismConfig` has a size.
 
     | member | the ranks along it have |
     |---|---|

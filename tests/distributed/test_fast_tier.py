@@ -127,7 +127,7 @@ def test_a_file_is_damaged_on_the_only_node_that_holds_it(run: Run, tmp_path: Pa
     assert [began for began, _ in resumed] == [6, 6]
     skipped = [line for line in resumed[0][1] if "A checkpoint was skipped" in line]
     assert len(skipped) == 1
-    assert "no node that is left holds optimizer_0/__0_0.distcp" in skipped[0]
+    assert "no remaining node stores optimizer_0/__0_0.distcp" in skipped[0]
 
 
 def load_with_log(folder: Path) -> tuple[int, list[str]]:
@@ -206,7 +206,7 @@ def refuse(folder: Path, copies: int, node: int | None) -> str:
     ("copies", "node", "message"),
     [
         (2, None, "copies=2: the run has 2 nodes, and a copy is on another node. Use at most 1"),
-        (1, 0, "the ranks 0 and 1 are on different nodes and see the same folder"),
+        (1, 0, "the ranks 0 and 1 are on different nodes and access the same folder"),
     ],
     ids=["copies", "network disk"],
 )

@@ -262,4 +262,4 @@ class Wrapped(nn.Module):
 def test_ranks_with_other_boundaries_end_together(run: Run) -> None:
     for leak, wrong in run(check_other_batches, processes=2):
         assert "affect each other" in leak
-        assert "are no cumulative lengths" in wrong
+        assert "are not cumulative lengths" in wrong

@@ -128,7 +128,7 @@ def _refuse_older_plugin(arguments: _Arguments, environ: Mapping[str, str]) -> N
         source = "torch_tp_plugin"
     if source:
         raise ConfigurationError(
-            f"{source} asks for tensor parallelism by its older plugin, which this version does not support. "
+            f"{source} requests tensor parallelism by its older plugin, which this version does not support. "
             "Pass parallelism_config=ParallelismConfig(tp_size=...) instead."
         )
 

@@ -922,7 +922,7 @@ class Accelerator(ProcessControl):
             input_data: Tensors in any nesting whose dimension 0 is the batch, or a list with one object for
                 each sample, also in tuples and dictionaries. Objects may have tensors of any shape. A value
                 that is not one for each sample is gathered whole, see `weighted_mean`. If several loaders are
-                being read, pass the labels along, which show whose batch it is.
+                being read, pass the labels as well, which identify the loader.
             use_gather_object: Gather the entries of a list or tuple, or the rows of a tensor, as objects.
 
         Returns:
@@ -1277,8 +1277,8 @@ class Accelerator(ProcessControl):
     def end_training(self) -> None:
         """Waits for a save in the background, finishes all trackers, and closes the process group.
 
-        Called last, on all ranks. It also resets the signal handlers. An error in one of these does not
-        prevent the others.
+        Called last, on all ranks. It also resets the signal handlers. An error in one of these steps
+        does not prevent the others.
         """
         with ExitStack() as ending:
             ending.callback(self._runtime.state.destroy_process_group)

@@ -197,7 +197,7 @@ def _num_attempts() -> int:
 
 
 def _is_countable(runtime: Runtime) -> bool:
-    """Returns whether all kernels of a step are operators that a dispatch mode sees."""
+    """Returns whether all kernels of a step are operators that a dispatch mode intercepts."""
     strategy, models = runtime.strategy, runtime.prepared.models
     if not strategy.holds_gradients or any(layer.divides_models for layer in strategy.layers):
         return False

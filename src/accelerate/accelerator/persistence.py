@@ -261,7 +261,7 @@ class RunCheckpoints:
         try:
             progress = checkpointing.read_progress(source, options)
             changes = accelerator.state_items.read(self._runtime, source, options, policy)
-        except Exception as error:  # of any kind, which the other ranks have to know
+        except Exception as error:  # of any kind, because all ranks raise it
             source.agree(describe(error))
             raise
         source.agree()

@@ -206,8 +206,8 @@ def collect(runtime: Runtime, staging: Staging, step: int, safe: bool) -> list[P
     in_shards = runtime.strategy.state.saves_shards
     if in_shards and not all(current_transport().gather_object(staging.is_common)):
         raise CheckpointError(
-            f"{staging.request.target} is another folder on each node, and sharded states need one that "
-            "all ranks see. Choose a folder on a common disk, or FSDP_STATE_DICT_TYPE=FULL_STATE_DICT"
+            f"{staging.request.target} is another folder on each node, and sharded states need a folder that "
+            "all ranks can access. Choose a folder on a common disk, or FSDP_STATE_DICT_TYPE=FULL_STATE_DICT"
         )
     items = list_items(runtime.strategy, folder=staging.folder)
     weights = [_weights_of(runtime, item.owner) for item in items if item.kind == "models"]

@@ -1,7 +1,7 @@
 """Changes of objects to the states of a checkpoint.
 
 Each part reads its files, verifies them and returns a `Change`. When all ranks have done so, `apply_all`
-applies the changes. An error before that leaves every object as it was, apart from changes by load hooks. An
+applies the changes. An error before that leaves every object unchanged, except for changes by load hooks. An
 error after that names the objects that may have changed.
 """
 
@@ -87,7 +87,7 @@ def _apply(changes: Sequence[Change], changed: list[str]) -> Exception | None:
         changed.append(change.name)
         try:
             change.apply()
-        except Exception as error:  # of any class, since the other ranks have to know it
+        except Exception as error:  # of any class, because all ranks raise it
             return error
     return None
 

@@ -2,10 +2,10 @@
 
 `Saver` creates a `StagingFolder` and publishes it. Loading and retention call `recover`.
 
-The hidden name tells other processes that the checkpoint is being written. A folder that replaces an older
-one swaps names with it. If the file system cannot swap, the older one is moved aside first. A crash after
-that leaves it under its hidden name, and `recover` renames it back. If the target must stay or cannot be
-renamed, the same is done with the files in it.
+By the hidden name, other processes detect that the checkpoint is being written. A folder that replaces an
+older one swaps names with it. If the file system cannot swap, the older one is moved aside first. A crash
+after that leaves it under its hidden name, and `recover` renames it back. If the target must stay or cannot
+be renamed, the same is done with the files in it.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class StagingFolder:
     def _make_exclusively(self) -> None:
         """Creates the folder unless another process writes the same checkpoint.
 
-        Each process looks for others before and after. If two begin at the same moment, at least one sees the
-        other. If both do, both try again after random pauses.
+        Each process looks for others before and after. If two begin at the same moment, at least one detects
+        the other. If both do, both try again after random pauses.
         """
         for _ in range(ATTEMPTS):
             _refuse_writers(self.target)

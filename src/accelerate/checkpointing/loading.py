@@ -1,6 +1,6 @@
 """Choice and verification of the checkpoint that a run loads.
 
-`open_checkpoint` and `open_newest` yield `CheckpointSource` objects, on all ranks alike.
+`open_checkpoint` and `open_newest` yield the same `CheckpointSource` objects on all ranks.
 `Accelerator.load_state` reads the parts of a source while threads verify its checksums, and calls `agree`,
 which raises on all ranks if any rank has an error. Then it applies the changes (`changes.py`).
 """
@@ -156,7 +156,7 @@ class CheckpointSource:
         own = {
             "problems": [line for line in faults if line],
             "replaced": was_read and (self._is_gone or self._is_other()),
-            # Ranks with the same path must see the same save. The path is empty if the save has a name.
+            # Ranks with the same path must read the same save. The path is empty if the save has a name.
             "path": "" if save else f"{socket.gethostname()}:{self.folder}",
             "save": save or self._stamp,
         }

@@ -339,7 +339,7 @@ def _check(content: Mapping[str, Any], rules: Mapping[str, FieldRule], prefix: s
             raise _wrong(f"{prefix}{name}", content[name], rule.expected)
     if unknown := [name for name in content if name not in rules]:
         raise CheckpointError(
-            f"{NAME} has a field {prefix}{shorten(unknown[0])} that format {FORMAT} does not know: "
+            f"{NAME} has a field {prefix}{shorten(unknown[0])} that format {FORMAT} does not have: "
             "other software wrote it"
         )
 

@@ -1,7 +1,7 @@
 """Nodes of a run, and the folder on each of them in which its ranks keep recent checkpoints.
 
-The ranks that see the same folder are a node. `find_nodes` verifies that the folder is on the node and not on
-a network disk.
+The ranks that access the same folder are a node. `find_nodes` verifies that the folder is on the node and not
+on a network disk.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def find_nodes(folder: Path, node: int, consensus: Consensus, timeout: float) ->
             raise wrong_value(
                 "fast_dir",
                 str(folder),
-                f"the ranks {group[0]} and {group[-1]} are on different nodes and see the same folder",
+                f"the ranks {group[0]} and {group[-1]} are on different nodes and access the same folder",
                 "Choose a folder on a disk of the node, such as one in /dev/shm",
             )
     staging = folder / answers[groups[consensus.rank][0]]["staging"]

@@ -112,7 +112,7 @@ class Saver:
     def begin(self, request: Request) -> Staging:
         """Creates the folder in which the checkpoint is written.
 
-        Rank 0 chooses the number of a numbered checkpoint. Ranks that do not see the folder of rank 0, on
+        Rank 0 chooses the number of a numbered checkpoint. Ranks that cannot access the folder of rank 0, on
         nodes without a common disk, get a folder on their own node.
         """
         try:
@@ -139,7 +139,7 @@ class Saver:
         owners = self._consensus.decide(request.operation, place, _owners, request.timeout)
         if not owners:
             return Staging(common, self._consensus.rank == 0, request, name)
-        # Some ranks do not see the folder of rank 0: one rank for each of their folders creates it.
+        # Some ranks cannot access the folder of rank 0: one rank for each of their folders creates it.
         is_owner = owners.get(place) == self._consensus.rank
         own = self._create(lambda given: given, request) if is_owner else {}
         offers = self._consensus.decide(request.operation, own, _all_offers, request.timeout)
@@ -280,7 +280,7 @@ class Saver:
         return f"{self.staging.folder}: {describe(error)}" if names_none else describe(error)
 
     def abort(self, error: Exception) -> None:
-        """Ends the save on a rank that cannot write, and tells the other ranks, which are about to write."""
+        """Ends the save on a rank that cannot write, which all ranks raise as an error in `commit`."""
         self._failure = describe(error)
         try:
             self._gather_summaries()
@@ -379,7 +379,7 @@ def _all_offers(offers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _owners(places: Sequence[str]) -> dict[str, int]:
-    """Returns the first rank of each folder that does not see the folder of rank 0."""
+    """Returns the first rank of each folder that cannot access the folder of rank 0."""
     return {place: places.index(place) for place in places if place}
 
 

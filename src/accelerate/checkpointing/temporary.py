@@ -69,7 +69,7 @@ class HiddenFolder:
 
     @property
     def is_in_use(self) -> bool:
-        """True if the process that created it is working in it, as far as this node can see."""
+        """True if the process that created it is working in it, as far as this node can detect."""
         if self.host != socket.gethostname():
             return _seconds_unchanged(self.path) < SECONDS_OF_A_RUNNING_SAVE
         return self.is_needed

@@ -1,7 +1,7 @@
 """Padding of the last batch with samples from the beginning of the epoch, and counts of the real samples.
 
-Every process sees the order of the whole epoch, so every process knows the counts of all processes without
-communication. The samplers pad indices, the loaders pad batches.
+Every process draws the order of the whole epoch, so every process computes the counts of all processes
+without communication. The samplers pad indices, the loaders pad batches.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         return open_pass(self, skipped, number, wrap)
 
     def _open_dataset_shard(self, number: int) -> OpenPass:
-        """Opens a pass over a shard that the dataset makes, of a length that other ranks do not know."""
+        """Opens a pass over a shard that the dataset makes, whose length is known on this rank only."""
         kept = self.num_padding_batches if self.start.keeps_padding_source else 0
         stream = None if self.tracker.restored is None else self.start.position.stream
         ended = stream if stream is not None and stream.get("ended") else None

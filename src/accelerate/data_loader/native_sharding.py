@@ -1,6 +1,6 @@
 """Iterable datasets that shard themselves, and the states of their random generators.
 
-`prepare.py` asks here for the shard of a group before it plans a loader.
+`prepare.py` searches for the shard of a group before it plans a loader.
 """
 
 from __future__ import annotations

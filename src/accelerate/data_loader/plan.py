@@ -27,7 +27,8 @@ class ShardPlan:
     Attributes:
         mode: "unsharded": one group reads all batches. "shard": each group reads its shard. "dataset_shards":
             the dataset makes a shard for each group, of any length. "already_sharded": the sampler of the
-            user does. "dispatch": rank 0 reads, the others receive.
+            user yields a shard. "dispatch": rank 0 reads, the others receive.
+        groups: Number of data-parallel groups.
         group: Data-parallel group of this process.
         batch_size: Batch size of one group; None if the loader does not build batches of one size.
         split: Whether the batch of the user is the global batch.

@@ -106,9 +106,8 @@ def prepare_data_loader(
             size, `global_batch_size` samples in each step. None: each process gets whole batches.
 
     Returns:
-        A `DataLoaderShard` or a `DataLoaderDispatcher`, which are instances of `torch.utils.data.DataLoader`;
-        on an
-        XLA device the first one inside an `MpDeviceLoaderWrapper`.
+        A `DataLoaderShard` or a `DataLoaderDispatcher`, which are instances of `torch.utils.data.DataLoader`.
+        On an XLA device, the first one is inside an `MpDeviceLoaderWrapper`.
 
     Raises:
         PreparationError: If the loader is a prepared one, or of a class that overrides `__iter__`.
@@ -221,7 +220,7 @@ def _decide(
 
 
 def _has_plain_order(loader: DataLoader[Any]) -> bool:
-    """Returns whether samplers of torch that know no ranks order a map-style dataset."""
+    """Returns whether samplers of torch that do not depend on ranks order a map-style dataset."""
     batch_sampler = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or type(batch_sampler) is not BatchSampler:
         return False

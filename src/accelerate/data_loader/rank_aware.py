@@ -1,6 +1,6 @@
 """Rank-aware loaders, whose sampler, batch sampler or dataset already yields the shard of its rank.
 
-`prepare.py` and `existing_shards.py` ask whether a loader is rank-aware. `BatchSamplerShard` reads through
+`prepare.py` and `existing_shards.py` check whether a loader is rank-aware. `BatchSamplerShard` reads through
 the `SamplerJoin` and the `OrderCheck` that `prepare.py` sets.
 """
 

@@ -61,7 +61,7 @@ class BatchSamplerShard(BatchSampler):
     assigned; with one process every batch is yielded unchanged.
 
     Args:
-        batch_sampler: Iterable of lists of indices; all processes must see the same lists in the same order.
+        batch_sampler: Iterable of lists of indices; all processes must have the same lists in the same order.
         num_processes: Number of processes that shard the batches.
         process_index: Index of this process, from 0.
         split_batches: Whether to split each batch, instead of sharding whole batches.

@@ -52,7 +52,7 @@ class StreamCopy(Copy):
 
     The memory of the tensor belongs to the stream that was current when the copy began. Once that stream
     waits for the copy, the memory can be reused without a call of `record_stream`, which would delay this
-    until the host sees the end of the copy.
+    until the host detects the end of the copy.
 
     Args:
         stream: The side stream, after the copy was launched.
@@ -125,7 +125,7 @@ class StreamTransfer:
 class TracedTransfer:
     """Transfer of traces with fake tensors, whose host memory is the meta device.
 
-    A trace then counts offloaded tensors apart from those of the device, which may be the CPU.
+    A trace then counts offloaded tensors separately from those of the device, which may be the CPU.
     """
 
     def accepts(self, tensor: Tensor) -> bool:

@@ -47,7 +47,7 @@ class Layer:
     divides_models: bool = False  # whether ranks have the gradients of different parameters of a model
     divided_by: str = ""  # argument by which a rank computes a part of a model, or of sequences of a loader
     splits_buffers: bool = False  # whether `split_batch` splits tensors of the training loop
-    masks_documents: bool = True  # whether attention can keep the documents of packed sequences apart
+    masks_documents: bool = True  # whether attention can isolate the documents of packed sequences
     groups: Any = None  # process groups in the form that an engine takes, or None
 
     # Prepare

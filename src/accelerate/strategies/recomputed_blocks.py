@@ -160,7 +160,7 @@ def _versions_of(inputs: Sequence[object]) -> list[tuple[Tensor, int]]:
 
 
 def _objects_of(block: nn.Module, inputs: Sequence[object]) -> list[object]:
-    """Returns the objects of the program that a block knows, whose attributes its forward may change."""
+    """Returns the objects of the program that a block refers to, whose attributes its forward may change."""
     values = [value for part in block.modules() for value in attributes_of(part).values()]
     values += [item for value in values if type(value) in (list, tuple) for item in value]
     values += [item for value in values if type(value) is dict for item in value.values()]

@@ -139,7 +139,7 @@ class ReplicaCheck:
             self._frozen and any(map(_requires_grad, self._frozen))
         ):
             self._num_groups = len(optimizer.param_groups)
-            # Ranks with different parameters do not see that others train further ones.
+            # Ranks with different parameters cannot detect that others train further ones.
             is_divided = any(layer.divides_models for layer in self.strategy.layers)
             frozen = [] if is_divided else [p for p in optimizer.parameters() if not p.requires_grad]
             self._frozen, self._due = frozen, self._steps
@@ -231,7 +231,7 @@ _GRADIENTS_DIFFER = (
 _WEIGHTS_DIFFER = (
     "Their gradients are equal, so the weights, the states of the optimizer or its learning rates were "
     "changed or loaded on each rank alone, such as by a schedule that uses the loss of one rank. Change and "
-    "load them on all ranks alike."
+    "load them in the same way on all ranks."
 )
 
 

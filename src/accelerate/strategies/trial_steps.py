@@ -104,7 +104,7 @@ def _numbers() -> Tensor:
 def _change_of_all(
     optimizer: torch.optim.Optimizer, options: Mapping[str, Any], several: Sequence[Tensor]
 ) -> Tensor | None:
-    """Returns the change of parameters that are stepped together, or None if a trial says nothing."""
+    """Returns the change of parameters that are stepped together, or None if a trial has no result."""
     try:
         whole, again = (_change(optimizer, options, several, seed) for seed in (0, 1))
     except Exception:  # it needs another model, or the hardware of the run

@@ -178,7 +178,7 @@ def test_one_rng_type_needs_no_list() -> None:
 def test_the_older_plugin_is_refused_and_not_ignored(
     given: dict[str, Any], environ: dict[str, str], named: str
 ) -> None:
-    with pytest.raises(ConfigurationError, match=f"{named} asks for tensor parallelism"):
+    with pytest.raises(ConfigurationError, match=f"{named} requests tensor parallelism"):
         build(passed(**given), environ)
     assert build(passed(), {"ACCELERATE_USE_TP": "false"}).parallelism is None
 

@@ -469,7 +469,7 @@ def test_a_second_writer_raises_an_error_that_names_the_first(tmp_path: Path, ex
         save(target, "old")
     with another_process(target) as pid:
         with pytest.raises(
-            CheckpointError, match=rf"process {pid} on .*, since 20\d\d-.*give each run"
+            CheckpointError, match=rf"process {pid} on .*, since 20\d\d-.*use a separate folder"
         ) as error:
             save(target, "new")
         assert "is being written by another process" in str(error.value)

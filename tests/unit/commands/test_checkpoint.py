@@ -226,7 +226,7 @@ def test_shards_are_compared_as_whole_tensors(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(CheckpointError, match="model_0/__1_0.distcp has 0 bytes"):
         run("diff", first, second)
     (second / "model_0/.metadata").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="no metadata of shards"):
+    with pytest.raises(CheckpointError, match="not metadata of shards"):
         run("diff", first, second)
 
 

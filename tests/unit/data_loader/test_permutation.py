@@ -196,5 +196,5 @@ def test_other_samplers_stay(world: int) -> None:
 
 def test_drawing_with_replacement_is_refused() -> None:
     sampler = RandomSampler(range(20), replacement=True)
-    with pytest.raises(ConfigurationError, match=r"replacement=True.*use_constant_memory_sampler off"):
+    with pytest.raises(ConfigurationError, match=r"replacement=True.*use_constant_memory_sampler=False"):
         prepare(range(20), sampler=sampler, shuffle=False)

@@ -121,7 +121,7 @@ def test_another_number_of_workers_is_refused_for_a_stream() -> None:
     (loader,), (other,) = (prepare(Stream(), 1, 2, False, workers) for workers in (0, 2))
     state = read(loader, 2)[1]
     resume.restore(other, state)
-    with pytest.raises(CheckpointError, match="num_workers was 0, is 2 now"):
+    with pytest.raises(CheckpointError, match="num_workers was 0 and is 2 now"):
         skip_first_batches(other, 2)
     (one,) = prepare(Stream(), 1, 2, False, 1)
     resume.restore(one, state)

@@ -231,8 +231,8 @@ def test_entries_are_added(tmp_path: Path) -> None:
     ("content", "named"),
     [
         ("{", "cannot be read"),
-        ("[1]", "no index of weights: it holds a list"),
-        ("7", "no index of weights: it holds a int"),
+        ("[1]", "not an index of weights: it holds a list"),
+        ("7", "not an index of weights: it holds a int"),
         ({"a": RAW, "b": 3}, "damaged: b without"),
         ({"c": {"shape": [2]}}, "damaged: c without"),
         ({"c": {"dtype": 3, "shape": [2]}}, "damaged: c without"),

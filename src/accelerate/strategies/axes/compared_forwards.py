@@ -90,7 +90,7 @@ def comparable(model: nn.Module) -> Iterator[Callable[..., Computed]]:
                 setattr(module, name, True)
 
     try:
-        # Modes of the program, such as a count of FLOPs, do not see the comparison.
+        # Modes of the program, such as a count of FLOPs, do not include the comparison.
         with torch_private.dispatch_modes_disabled(), torch_private.without_reentrant_checkpoints():
             yield compute
     finally:

@@ -1,9 +1,9 @@
 """Comparison of a forward on shards of sequences with one on whole sequences, on each rank.
 
-Attention exchanges heads for sequences, and everything else sees the positions of a rank. Code that depends
-on several positions, such as a mean over a sequence, positions that are counted on each rank, or attention
-that is not computed by a replaced function, computes something else. So before some forwards with arguments
-of a kind, all ranks compute the outputs for the beginning of the sequences in both ways.
+Attention exchanges heads for sequences, and everything else computes the positions of a rank. Code that
+depends on several positions, such as a mean over a sequence, positions that are counted on each rank, or
+attention that is not computed by a replaced function, computes something else. So before some forwards with
+arguments of a kind, all ranks compute the outputs for the beginning of the sequences in both ways.
 """
 
 from __future__ import annotations

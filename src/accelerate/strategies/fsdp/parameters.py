@@ -68,12 +68,12 @@ def _modules_by_name(expression: str, model: nn.Module) -> list[nn.Module]:
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Sets the variables that tell libraries to load weights on rank 0 only."""
+    """Sets the variables with which libraries load weights on rank 0 only."""
     environ.assign({EFFICIENT_LOADING: "True", "ACCELERATE_USE_FSDP": "True"})
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Sets the variable that tells libraries to load weights on all ranks."""
+    """Sets the variable with which libraries load weights on all ranks."""
     environ.assign({EFFICIENT_LOADING: "False"})
 
 

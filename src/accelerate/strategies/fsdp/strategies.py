@@ -252,7 +252,7 @@ class Fsdp2(DistributedTensors):
             choose_units(self.plugin, model) if units else []
         )
         if wrapped or again or (others and not has_axis):
-            fix = "Pass it before it is sharded; fsdp_plugin says how this run shards it"
+            fix = "Pass it before it is sharded; fsdp_plugin configures how this run shards it"
             refuse_sharded_model(
                 model, f"{fix}, and parallelism_config=ParallelismConfig(tp_size=...) its tp_plan."
             )

@@ -208,7 +208,9 @@ class Fsdp1(Sharded):
 
     def split(self, model: nn.Module) -> nn.Module:
         """Returns the wrapped model, in which each unit has its own wrapper."""
-        refuse_sharded_model(model, "Pass it before it is sharded; fsdp_plugin says how this run shards it.")
+        refuse_sharded_model(
+            model, "Pass it before it is sharded; fsdp_plugin configures how this run shards it."
+        )
         plugin = self.plugin
         ignored, chosen, exact = plan_units(
             plugin, model, self.context.mixed_precision, None, self.context.request.scaler

@@ -232,7 +232,7 @@ def broadcast_batch(batch: Batch, device: torch.device) -> Batch:
 
 
 def _broadcast(tensors: Batch, source: int, group: dist.ProcessGroup, device: torch.device) -> Batch:
-    """Returns the tensors of one rank on all ranks of a group, which do not know their shapes."""
+    """Returns the tensors of one rank on all ranks of a group, without known shapes."""
     specs: list[Any] = [{name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}]
     torch.distributed.broadcast_object_list(specs, source, group=group)
     is_source = torch.distributed.get_rank() == source

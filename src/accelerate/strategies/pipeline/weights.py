@@ -16,7 +16,7 @@ from accelerate.strategies.pipeline.runner import Pipeline
 
 @dataclass(frozen=True)
 class RemoteTensor:
-    """Weight of one rank of a pipeline, as all its ranks know it."""
+    """Weight of one rank of a pipeline, as described on all its ranks."""
 
     name: str
     shape: torch.Size
