@@ -113,9 +113,9 @@ class Accelerator(ProcessControl):
         project_config: Folders of the project, and names and number of its checkpoints.
         gradient_accumulation_plugin: Configuration of gradient accumulation, in place of
             `gradient_accumulation_steps`.
-        step_scheduler_with_optimizer: `True` steps prepared schedulers once for each process and update,
-            "per_update" once for each update, `False` in each call. A call by epoch or with a metric is one
-            step.
+        step_scheduler_with_optimizer: `True` steps prepared schedulers once for each data-parallel rank and
+            update, "per_update" once for each update, `False` in each call. A call by epoch or with a metric
+            is one step.
         kwargs_handlers: Arguments for DistributedDataParallel, the gradient scaler, autocast, the process
             group, the profiler and activation checkpointing, at most one of each class.
         dynamo_backend: Backend of `torch.compile`.

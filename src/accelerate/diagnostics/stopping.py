@@ -57,23 +57,23 @@ class RequestType(NamedTuple):
     """Type of request to save, named after its signal or setting."""
 
     name: str
-    reason: str  # cause in messages, which is followed by the number of a process
+    reason: str  # cause in messages, which is followed by a rank
     stops: bool  # whether the run also stops
 
 
 SIGNALS = (
-    RequestType("SIGTERM", "SIGTERM reached", stops=True),
-    RequestType("SIGUSR1", "SIGUSR1 reached", stops=True),
-    RequestType("SIGUSR2", "SIGUSR2 reached", stops=False),
+    RequestType("SIGTERM", "SIGTERM was sent to", stops=True),
+    RequestType("SIGUSR1", "SIGUSR1 was sent to", stops=True),
+    RequestType("SIGUSR2", "SIGUSR2 was sent to", stops=False),
     # Ctrl-Break, the only request signal that processes of a run on Windows receive
-    *((RequestType("SIGBREAK", "SIGBREAK reached", stops=True),) if hasattr(signal, "SIGBREAK") else ()),
+    *((RequestType("SIGBREAK", "SIGBREAK was sent to", stops=True),) if hasattr(signal, "SIGBREAK") else ()),
 )
-TIME_IS_UP = RequestType("max_time", "max_time is over, says", stops=True)
-ALLOCATION_ENDS = RequestType("allocation", "the SLURM allocation ends soon, says", stops=True)
+TIME_IS_UP = RequestType("max_time", "max_time is over on", stops=True)
+ALLOCATION_ENDS = RequestType("allocation", "the SLURM allocation ends soon, as read by", stops=True)
 STOP_FILE = RequestType("stop_file", "the stop_file was found by", stops=True)
-SAVE_FILE = RequestType("save_file", "the save_file was touched, says", stops=False)
+SAVE_FILE = RequestType("save_file", "a change of the save_file was found by", stops=False)
 # It does not stop the run, because Ray does not restart a run whose functions have returned.
-PREEMPTION = RequestType("preemption", "Ray preempts a node, says", stops=False)
+PREEMPTION = RequestType("preemption", "Ray preempts a node, as reported to", stops=False)
 
 REQUEST_TYPES = (*SIGNALS, TIME_IS_UP, ALLOCATION_ENDS, STOP_FILE, SAVE_FILE, PREEMPTION)
 """Request types in the order in which ranks reduce them."""
@@ -385,8 +385,8 @@ class StopRequests:
                 self._save = True
                 self._stop |= kind.stops
                 action = "save and stop" if kind.stops else "save"
-                record_event("stop" if kind.stops else "save", f"{kind.reason} process {process - 1:.0f}")
-                logger.warning(f"All processes {action} now: {kind.reason} process {process - 1:.0f}.")
+                record_event("stop" if kind.stops else "save", f"{kind.reason} rank {process - 1:.0f}")
+                logger.warning(f"All ranks {action} now: {kind.reason} rank {process - 1:.0f}.")
                 if kind.name == "SIGTERM":
                     SCRIPT.ended_rank = int(process) - 1
         # A script that reads twice in a step makes the first steps look short.

@@ -147,7 +147,7 @@ def test_valid_fields_are_accepted() -> None:
         ("files", {"a": {**RECORD, "checksum": "0"}}, "checksum='0', and"),
         ("files", {"a": {**RECORD, "rank": None}}, "rank=None, and"),
         ("files", {"a": {"size": 1}}, r"no field files\['a'\]\.checksum, which holds 16 hexadecimal"),
-        ("files", {"a": {**RECORD, "mode": 7}}, r"a field files\['a'\]\.'mode' that format 1 does not know"),
+        ("files", {"a": {**RECORD, "mode": 7}}, r"a field files\['a'\]\.'mode' that format 1 does not have"),
         ("files", {"../a": RECORD}, r"names the file '\.\./a', which has a component '\.\.'"),
         ("world_size", 0, "world_size=0, and a whole number of 1 or more"),
         ("world_size", -2, "world_size=-2, and"),
@@ -170,7 +170,7 @@ def test_valid_fields_are_accepted() -> None:
         ("run", {"sync_gradients": 1}, r"run\.sync_gradients=1, and true or false"),
         ("algorithm", "md5", "algorithm='md5', and 'xxh3_64'"),
         ("format", "1", "format='1', and the number 1"),
-        ("surprise", 1, "has a field 'surprise' that format 1 does not know"),
+        ("surprise", 1, "has a field 'surprise' that format 1 does not have"),
     ],
 )
 def test_a_wrong_field_is_named(field: str, value: Any, message: str) -> None:

@@ -176,7 +176,9 @@ def test_an_epoch_does_not_resume_with_another_sampler(before: bool) -> None:
 
     loader, other = prepare(before), prepare(not before)
     states = [resume.capture(loader) for _ in loader]
-    with pytest.raises(CheckpointError, match=f"use_constant_memory_sampler was {before} and is {not before}"):
+    with pytest.raises(
+        CheckpointError, match=f"use_constant_memory_sampler was {before} and is {not before}"
+    ):
         resume.restore(other, states[0] or {})
     for allowed in (states[-1], resume.capture(loader)):
         resume.restore(other, allowed or {})

@@ -112,7 +112,7 @@ def test_requests_to_another_rank_apply_to_all_ranks(caplog: pytest.LogCaptureFi
     collective = Collective(step=3.0)
     collective.other[0] = 4.0
     assert steps(collective, collective.agree(), 2) == [(False, False), (True, True)]
-    assert "All processes save and stop now: SIGTERM reached process 3." in caplog.text
+    assert "All ranks save and stop now: SIGTERM was sent to rank 3." in caplog.text
 
 
 def test_save_and_stop_agree_within_a_step() -> None:
