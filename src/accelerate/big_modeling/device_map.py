@@ -6,7 +6,7 @@ import logging
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -406,6 +406,10 @@ def check_devices(device_map: Mapping[str, Any]) -> None:
             TypeError,
             AttributeError,
         )
+    for name, device in device_map.items():
+        if not isinstance(device, Hashable):
+            fix = 'Give a number, such as 0, or a name, such as "cpu" or "disk"'
+            raise wrong_value(f"device_map[{name!r}]", device, "it is not a device", fix, TypeError)
     for device in set(device_map.values()) - {"disk", None}:
         check_available(resolve_device(device))
 

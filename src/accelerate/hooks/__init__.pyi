@@ -42,6 +42,7 @@ from accelerate.hooks.offload import (
     is_any_offloaded as is_any_offloaded,
     stored_weights as stored_weights,
 )
+from accelerate.hooks.unloaded import is_unloaded as is_unloaded
 from accelerate.nested import find_device as find_device, send_to_device as send_to_device
 from accelerate.state import PartialState as PartialState
 from accelerate.weights import (

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from accelerate.base import populate_pages
 from accelerate.hooks.base import Arguments, ModelHook, not_traced
+from accelerate.hooks.unloaded import UnloadedTensor, as_unloaded
 from accelerate.nested import find_device, send_to_device
 from accelerate.weights import (
     Device,
@@ -277,8 +278,27 @@ class Slot:
 
     def keep_changes(self) -> None:
         """Keeps the current meta tensor, which users may have replaced since the last forward."""
-        if self.is_empty():
-            self.empty = self.tensors[self.key]
+        current = self.tensors[self.key]
+        if current is not self.empty and self.is_empty():
+            self.set_empty(current)
+
+    def set_empty(self, meta: Tensor) -> None:
+        """Sets the tensor between forwards, which reads the values if other code than the forward uses it."""
+        self.empty = meta
+        if not (is_derived_parameter(meta) or isinstance(meta, UnloadedTensor)):
+            self.empty = as_unloaded(meta)
+            self._link()
+
+    def _link(self) -> None:
+        if isinstance(self.empty, UnloadedTensor):
+            self.empty._read = self._read_for_others
+
+    def _read_for_others(self) -> Tensor:
+        return self.read(self.source._target() or torch.device("cpu"))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._link()  # of a copy
 
     def _put(self, tensor: Tensor) -> None:
         self.tensors[self.key] = tensor
@@ -414,7 +434,7 @@ class AlignDevicesHook(ModelHook):
         for slot in self.slots:
             if slot.empty.device.type != "meta":
                 set_module_tensor_to_device(slot.owner, slot.key, META, clear_cache=False)
-                slot.empty = slot.tensors[slot.key]
+            slot.set_empty(slot.tensors[slot.key])
             slot.clear()
         for member, inner in list(self._members.values()):
             member.join(self, inner)

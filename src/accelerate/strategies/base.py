@@ -23,6 +23,7 @@ from accelerate import torch_private
 from accelerate.base import ConfigurationError, DistributedType, PreparationError, wrong_value
 from accelerate.checkpointing import Payload
 from accelerate.data_loader import data_groups
+from accelerate.hooks import is_unloaded
 from accelerate.logging import get_logger
 from accelerate.ops import current_transport, is_dtensor
 from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
@@ -162,6 +163,13 @@ class Strategy:
     def check_optimizer(self, optimizer: Any) -> None:
         """Raises an error for an optimizer that cannot work, and logs a warning for one that steps early."""
         name = type(optimizer).__name__
+        offloaded = [p for group in optimizer.param_groups for p in group["params"] if is_unloaded(p)]
+        if offloaded:
+            raise PreparationError(
+                f"{len(offloaded)} parameters of {name} are offloaded. Their values are loaded for each "
+                "forward, so an update would be lost. Pass the optimizer other parameters only, such as "
+                "those of an adapter, or train the model without offload."
+            )
         is_split = self.context.topology.size > 1 and not self.holds_whole_models
         if is_split and any("LBFGS" in kind.__name__ for kind in type(optimizer).__mro__):
             raise PreparationError(

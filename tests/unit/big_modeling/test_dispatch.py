@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 import accelerate.big_modeling
 from accelerate import (
+    Accelerator,
     cpu_offload,
     disk_offload,
     dispatch_model,
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
-from accelerate.base import ConfigurationError, StateError
+from accelerate.base import ConfigurationError, PreparationError, StateError
 from accelerate.big_modeling import guard_moves, move_whole, remove_old_hooks
 from accelerate.checkpointing import save_sharded
 from accelerate.devices import BACKENDS
@@ -523,3 +524,22 @@ def test_a_buffer_without_values_is_named_before_the_forward(offload: Any, tmp_p
         model = WithBuffer()
     with pytest.raises(ConfigurationError, match=r"inner\.steps have no values.*include_buffers=False"):
         offload(model, tmp_path)
+
+
+def test_a_device_map_with_a_value_that_is_no_device_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"device_map\[''\]=\['cpu'\]: it is not a device") as raised:
+        dispatch_model(nn.Linear(2, 2), {"": ["cpu"]})
+    assert isinstance(raised.value, TypeError)
+
+
+@pytest.mark.usefixtures("states")
+def test_an_offloaded_model_is_prepared_for_inference_and_an_optimizer_of_its_weights_is_refused(
+    tmp_path: Path,
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    expected = model(torch.ones(1, 2))
+    disk_offload(model, tmp_path, execution_device="cpu")
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(PreparationError, match="4 parameters of SGD are offloaded"):
+        accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    assert torch.equal(accelerator.prepare(model)(torch.ones(1, 2)), expected)
