@@ -246,3 +246,12 @@ def test_the_default_port_is_a_free_one_on_one_node() -> None:
     assert notebook._free_port(29500, 1) != 29500
     assert notebook._free_port(29511, 1) == 29511
     assert notebook._free_port(29500, 2) == 29500
+
+
+@pytest.mark.parametrize(
+    "given", [{"use_port": "abc"}, {"use_port": 70000}, {"use_port": None}, {"num_nodes": "x"}]
+)
+def test_a_value_that_is_no_port_or_no_number_of_nodes_is_refused(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(ConfigurationError, match=f"^{name}="):
+        notebook_launcher(print, num_processes=2, **given)

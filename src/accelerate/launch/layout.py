@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from accelerate.base import ConfigurationError, environ, whole_number, wrong_value
 from accelerate.launch.machine import LOOPBACK, Machine
 from accelerate.settings import BUILT_IN, ENVIRONMENT, FLAG, Settings, all_options, env, nodes_of
-from accelerate.settings.sections import EXCLUSIVE, LaunchSection, MegatronSection, RendezvousSection
+from accelerate.settings.sections import (
+    EXCLUSIVE,
+    LaunchSection,
+    MegatronSection,
+    ParallelismSection,
+    RendezvousSection,
+)
 
 MOST_PROCESSES = 10**6
 CHOSEN = "chosen for this machine"
@@ -126,6 +133,29 @@ def check_layout(settings: Settings, machine: Machine, per_machine: tuple[int, .
         of = f" of {machines}" if machines > 1 else ""
         reason = f"that is {local} on this machine{of}, which shows {machine.devices} devices"
         raise wrong_option(settings, "num_processes", reason, "Use fewer, or --cpu to run on the CPU")
+    _check_mesh(settings)
+
+
+def _check_mesh(settings: Settings) -> None:
+    """Raises an error if the device mesh does not have all processes of a run whose number is fixed."""
+    launch, values = settings[LaunchSection], settings.values
+    if values["replicas"] or values["nnodes"] or values["min_processes"]:
+        return
+    if not ParallelismSection.active(values):
+        return
+    names = [row.name for row in ParallelismSection.options() if row.name.endswith("_size")]
+    sizes = {name: values[name] for name in names if (values[name] or 1) > 1}
+    product = math.prod(sizes.values())
+    if product != launch.num_processes:
+        name = max(sizes, key=lambda name: sizes[name], default="use_parallelism_config")
+        prefix = ParallelismSection.field_prefix
+        mesh = " x ".join(f"{name.removeprefix(prefix)}={size}" for name, size in sizes.items())
+        reason = (
+            f"the mesh ({mesh or 'all sizes are 1'}) has {product} processes, and "
+            f"{where(settings, 'num_processes')} is {launch.num_processes}"
+        )
+        fix = f"Change the sizes, or set --num_processes {product}"
+        raise wrong_option(settings, name, reason, fix)
 
 
 def choose_threads(

@@ -41,6 +41,7 @@ _SECONDS_TO_END = 10.0
 _CUDA_INITIALIZERS = ("bitsandbytes", "cupy", "jax", "pycuda.autoinit", "tensorflow")
 # With "spawn", on Windows, the function must be importable.
 _START_METHOD = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+MAX_PORT = 65535
 _AGENT_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
@@ -92,6 +93,7 @@ def notebook_launcher(
     """
     mixed_precision = plain_value(mixed_precision)
     _check_arguments(function, num_processes, mixed_precision, num_nodes, node_rank)
+    port = _read_port(use_port)
     backend = hardware_table.CPU if parse_flag_from_env("ACCELERATE_USE_CPU") else hardware_table.detect()
     if backend.own_runtime:
         _run_replicas(function, args, num_processes, mixed_precision)
@@ -101,7 +103,7 @@ def notebook_launcher(
         _run_here(function, args, mixed_precision, backend)
         return
     _check_notebook(backend)
-    port = _free_port(int(use_port), num_nodes)
+    port = _free_port(port, num_nodes)
     variables: dict[str, str] = {}
     if backend.is_host:
         variables = {"ACCELERATE_USE_CPU": "true", **thread_variables()}
@@ -164,7 +166,7 @@ test_launch.__test__ = False  # type: ignore[attr-defined]  # pytest would colle
 
 
 def _check_arguments(
-    function: object, processes: object, precision: str = "no", machines: int = 1, machine: int = 0
+    function: object, processes: object, precision: str = "no", machines: Any = 1, machine: Any = 0
 ) -> None:
     if not callable(function):
         fix = "Pass the function itself, and its arguments in `args`"
@@ -179,9 +181,23 @@ def _check_arguments(
     names = [str(kind.value) for kind in PrecisionType]
     if precision not in names:
         raise wrong_value("mixed_precision", precision, "no such precision", f"Use one of {', '.join(names)}")
+    for name, value in (("num_nodes", machines), ("node_rank", machine)):
+        if not isinstance(value, Integral):
+            raise wrong_value(name, value, "it is no whole number", "Give an integer", TypeError)
     if not 0 <= machine < machines:
         fix = f"Use a number from 0 to {machines - 1}"
         raise wrong_value("node_rank", machine, f"there are {machines} machines", fix)
+
+
+def _read_port(port: str | int) -> int:
+    try:
+        number = int(port)
+    except (ValueError, TypeError):
+        number = -1
+    if not 0 <= number <= MAX_PORT:
+        fix = f"Use a number from 0 to {MAX_PORT}, where 0 is any free port"
+        raise wrong_value("use_port", port, "it is not the number of a port", fix)
+    return number
 
 
 def _num_workers(requested: int | None, backend: DeviceBackend) -> int:

@@ -40,11 +40,20 @@ def read_text(path: Path) -> str:
 def parse_json(text: str) -> Any:
     """Parses JSON with plain values, which are not nested too deeply."""
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=_mapping_of)
     except RecursionError:
         raise _too_deep() from None
     check_values(content)
     return content
+
+
+def _mapping_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigurationError(f"the key {shown(twice)} occurs twice: remove one of them")
+    return mapping
 
 
 def parse_yaml(text: str) -> Any:
@@ -115,6 +124,15 @@ def _loader() -> type[yaml.SafeLoader]:
                 self._count += self._counts[id(node)]
                 self._check_limits(mark)
             return node
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys: set[tuple[str, str]] = set()
+            for key, _ in node.value:  # before merged mappings are added, which may repeat keys
+                if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in keys:
+                    reason = f"the key {shown(key.value)} occurs twice: remove one of them"
+                    raise ConstructorError(None, None, reason, key.start_mark)
+                keys.add((key.tag, key.value))
+            return super().construct_mapping(node, deep)
 
         def _check_limits(self, mark: yaml.Mark) -> None:
             if self._depth > DEEPEST:

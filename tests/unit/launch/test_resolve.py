@@ -389,3 +389,28 @@ def test_json_holds_the_whole_plan() -> None:
     }
     assert plan["settings"]["zero_stage"] == {"value": None, "source": "built-in"}
     assert plan["settings"]["aws_secret_access_key"]["value"] == "(hidden)"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {"parallelism_config_tp_size": 3},
+            "--parallelism_config_tp_size=3: the mesh (tp_size=3) has 3 proc",
+        ),
+        ({"parallelism_config_tp_size": 2, "parallelism_config_pp_size": 2}, "has 4 processes, and --num_pr"),
+        ({"use_parallelism_config": True}, "(all sizes are 1) has 1 processes"),
+    ],
+)
+def test_a_mesh_of_another_number_of_processes_is_refused_before_the_launch(
+    flags: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        plan(machine(), num_processes=2, **flags)
+    assert message in str(raised.value)
+
+
+def test_a_mesh_of_all_processes_or_of_a_changing_number_is_planned() -> None:
+    sizes = {"parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": 2}
+    assert plan(machine(), num_processes=4, **sizes).processes == 4
+    assert plan(machine(), num_processes=8, replicas=2, **sizes).processes == 8

@@ -51,3 +51,22 @@ def test_yaml_errors_are_one_line_with_line_and_column() -> None:
         parsing.parse_yaml("a: 1\nb: [1\nc: 2")
     assert "at line 3, column 2" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (parsing.parse_yaml, "a: 1\nb: 2\na: 3\n"),
+        (parsing.parse_yaml, "outer:\n  a: 1\n  'a': 1\n"),
+        (parsing.parse_json, '{"a": 1, "a": 2}'),
+        (parsing.parse_json, '{"outer": {"a": 1, "a": 1}}'),
+    ],
+)
+def test_a_key_that_occurs_twice_is_refused(parse: Any, text: str) -> None:
+    with pytest.raises(ConfigurationError, match="the key 'a' occurs twice: remove one of them"):
+        parse(text)
+
+
+def test_a_key_may_override_one_of_a_merged_mapping() -> None:
+    text = "base: &base {a: 1, b: 2}\nown:\n  <<: *base\n  a: 3\n"
+    assert parsing.parse_yaml(text)["own"] == {"a": 3, "b": 2}

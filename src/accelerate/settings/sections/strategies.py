@@ -13,6 +13,7 @@ from accelerate.base import (
     FSDP_BACKWARD_PREFETCH,
     FSDP_SHARDING_STRATEGY,
     FSDP_STATE_DICT_TYPE,
+    LARGEST,
 )
 from accelerate.settings.option import (
     Section,
@@ -320,6 +321,10 @@ class MegatronSection(Section):
     )
 
 
+MESH_SIZES = (1, 10**6)
+"""Limits of the size of a dimension of the mesh."""
+
+
 class _MeshSection(Section):
     title = "ParallelismConfig Arguments"
     file_key = "parallelism_config"
@@ -341,34 +346,41 @@ class ParallelismSection(_MeshSection):
     parallelism_config_pp_size: int | None = optional(
         "Processes that share the layers of a model (pipeline parallelism).",
         ask="How many processes share the layers of the model (pipeline parallelism)?",
+        limits=MESH_SIZES,
     )
     parallelism_config_ep_size: int | None = optional(
-        "Processes that share the experts of each layer (expert parallelism)."
+        "Processes that share the experts of each layer (expert parallelism).", limits=MESH_SIZES
     )
     parallelism_config_dp_replicate_size: int = option(
         1,
         "Groups of processes that hold a whole copy of the model.",
         ask="How many groups hold a whole copy of the model?",
+        limits=MESH_SIZES,
     )
     parallelism_config_dp_shard_size: int = option(
         1,
         "Processes that share one copy of the model (FSDP).",
         ask="How many processes share one copy of the model?",
+        limits=MESH_SIZES,
     )
     parallelism_config_tp_size: int = option(
         1,
         "Processes that share each layer (tensor parallelism).",
         ask="How many processes share each layer (tensor parallelism)?",
+        limits=MESH_SIZES,
     )
     parallelism_config_cp_size: int = option(
         1,
         "Processes that share each sequence (context parallelism).",
         ask="How many processes share each sequence (context parallelism)?",
+        limits=MESH_SIZES,
     )
     parallelism_config_cp_backend: str = option(
         "torch", "Implementation of context parallelism.", choices=("torch",)
     )
-    parallelism_config_sp_size: int = option(1, "Processes that share each sequence (Ulysses).")
+    parallelism_config_sp_size: int = option(
+        1, "Processes that share each sequence (Ulysses).", limits=MESH_SIZES
+    )
     parallelism_config_sp_backend: str = option(
         "deepspeed", "Implementation of sequence parallelism.", choices=("deepspeed", "torch")
     )
@@ -385,8 +397,14 @@ class PipelineSection(_MeshSection):
         "1f1b",
         "Order of the passes of micro-batches: gpipe, 1f1b, interleaved1f1b, loopedbfs, "
         "interleavedzerobubble, zbvzerobubble or dualpipev.",
+        words=(
+            *("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbvzerobubble"),
+            "dualpipev",
+        ),
     )
-    parallelism_config_pp_microbatches: int = option(8, "Micro-batches into which a pipeline splits a batch.")
+    parallelism_config_pp_microbatches: int = option(
+        8, "Micro-batches into which a pipeline splits a batch.", limits=(1, LARGEST)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

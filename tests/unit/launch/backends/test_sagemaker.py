@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from accelerate.base import ConfigurationError, LaunchError, MissingPackageError, clear_environment, current
 from accelerate.commands import namespace
@@ -68,7 +69,7 @@ def made(
     tmp_path: Path, text: str = "", target: Target = SCRIPT, files: dict[str, str] = FILES, **flags: Any
 ) -> tuple[LaunchPlan, Settings]:
     path = tmp_path / "job.yaml"
-    path.write_text(JOB + text)
+    path.write_text(yaml.safe_dump({**yaml.safe_load(JOB), **(yaml.safe_load(text) or {})}))
     settings = merge_layers(config_file.read_layer(path, "job.yaml"), Layer(FLAG, {**KEYS, **flags}))
     return resolve_plan(settings, Machine(read_file=lambda name: files[name]), target)
 
