@@ -26,6 +26,7 @@ from accelerate import (
     data_loader as loaders,
     devices,
     diagnostics,
+    hooks,
     losses,
     ops,
     planning,
@@ -316,7 +317,7 @@ class Accelerator(ProcessControl):
                 return known  # type: ignore[return-value]
         self._runtime.strategy.check_model(model)
         moves = self.device_placement if device_placement is None else device_placement
-        moves = moves and not getattr(model, "hf_device_map", None)
+        moves = moves and not getattr(model, "hf_device_map", None) and not hooks.is_any_offloaded(model)
         prepared = strategies.mark_prepared(
             self._runtime.strategy.wrap_model(model, to_device=moves, evaluation=evaluation_mode)
         )
@@ -338,7 +339,7 @@ class Accelerator(ProcessControl):
                 tensors in dimension 0.
         """
         if strategies.is_prepared(data_loader):
-            self._remember(self._dataloaders, data_loader)
+            self._runtime.prepared.add_loader(data_loader)
             return data_loader
         adapted = self._runtime.strategy.adapt_loader(data_loader)
         config = self.dataloader_config
@@ -580,7 +581,13 @@ class Accelerator(ProcessControl):
             **kwargs: Arguments of `torch.Tensor.backward`. `learning_rate` is that of optimizers that step in
                 the backward pass, instead of the one of their groups. `scale_wrt_gas=False` means that the
                 loss is weighted already.
+
+        Raises:
+            ConfigurationError: The loss is not a tensor. Also an `AttributeError`.
         """
+        if not hasattr(loss, "backward"):
+            reason, fix = "it is not a tensor", "Pass the loss itself, and not the result of loss.item()"
+            raise wrong_value("loss", loss, reason, fix, AttributeError)
         runtime, accumulation = self._runtime, self._accumulation
         observers = runtime.observers
         observers.loss_computed(loss)

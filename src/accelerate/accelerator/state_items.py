@@ -91,7 +91,8 @@ def _scaler(source: Source) -> Iterator[StateItem]:
 
 def _loaders(source: Source) -> Iterator[StateItem]:
     rank = source.strategy.context.topology.rank
-    for index, loader in enumerate(source.prepared.loaders):
+    prepared = source.prepared
+    for index, loader in zip(prepared.loader_numbers, prepared.loaders, strict=True):
         part = checkpointing.LoaderPart(index, loader, rank, source.resized)
         yield StateItem("loaders", loader, part, "rank")
 

@@ -63,7 +63,7 @@ class ReplicaGroups:
             options: The keyword arguments of a run of one group.
         """
         prepared = prepare(loader, **options)
-        self._prepared.loaders.append(prepared)
+        self._prepared.add_loader(prepared)
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

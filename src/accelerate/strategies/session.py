@@ -8,10 +8,12 @@ the new ones. `Strategy.check` logs warnings about objects that do not belong to
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -144,6 +146,10 @@ def needs_whole_matrices(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, WHOLE_MATRICES, isinstance(optimizer, torch.optim.Muon)) is True
 
 
+def _identity(value: T) -> T:
+    return value
+
+
 @dataclass(eq=False)
 class Prepared:
     """Prepared objects of a run by kind, in the order of preparation."""
@@ -153,6 +159,7 @@ class Prepared:
     stepping_in_backward: list[AcceleratedOptimizer] = field(default_factory=list)
     schedulers: list[Any] = field(default_factory=list)
     loaders: list[DataLoader[Any]] = field(default_factory=list)
+    loader_numbers: list[int] = field(default_factory=list)  # loaders that were prepared before each
     custom: list[Any] = field(default_factory=list)
     averages: list[Any] = field(default_factory=list)
     local_sgd: list[Any] = field(default_factory=list)
@@ -161,6 +168,25 @@ class Prepared:
         """Removes all objects from the lists."""
         for objects in vars(self).values():
             objects.clear()
+
+    def add_loader(self, loader: DataLoader[Any]) -> None:
+        """Adds a loader, and drops those that were read and of which the program has no reference.
+
+        A program may prepare a loader anew for each evaluation. The numbers of the others do not change, so
+        the state of a loader has the same name on all ranks, even if a rank drops another loader later.
+        """
+        if any(loader is known for known in self.loaders):
+            return
+        number = self.loader_numbers[-1] + 1 if self.loader_numbers else 0
+        entries = [
+            weakref.ref(known) if getattr(known, "iteration", 0) else partial(_identity, known)
+            for known in self.loaders
+        ]
+        self.loaders.clear()  # deletes loaders without another reference
+        kept = [(n, entry()) for n, entry in zip(self.loader_numbers, entries, strict=True)]
+        known_loaders = [(n, known) for n, known in kept if known is not None]
+        self.loaders.extend([*(known for _, known in known_loaders), loader])
+        self.loader_numbers[:] = [*(n for n, _ in known_loaders), number]
 
 
 class ReplacedParameters(WeakIdKeyDictionary):

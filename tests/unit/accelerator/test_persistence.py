@@ -269,3 +269,44 @@ def test_a_load_drops_the_gradients_of_the_lost_window(tmp_path: Path) -> None:
         with accelerator.accumulate(model):
             accelerator.backward((model(torch.full((1, 2), value)) * outside).sum())
     assert torch.equal(model.bias.grad, torch.ones(2))
+
+
+def test_loaders_that_are_prepared_for_each_evaluation_are_not_kept_and_the_resume_is_the_same(
+    tmp_path: Path,
+) -> None:
+    def start() -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(cpu=True)
+        generator = torch.Generator().manual_seed(5)
+        data = DataLoader(range(6), batch_size=2, shuffle=True, generator=generator)
+        return accelerator, accelerator.prepare(data)
+
+    def run_epoch(accelerator: Accelerator, loader: Any) -> list[Any]:
+        seen = [batch.tolist() for batch in loader]
+        evaluation = accelerator.prepare(DataLoader(range(4), batch_size=2, shuffle=True))
+        return [*seen, sum(len(batch) for batch in evaluation)]
+
+    accelerator, loader = start()
+    other = accelerator.prepare(DataLoader(range(3), shuffle=True))  # is not read, and stays
+    for _ in range(5):
+        run_epoch(accelerator, loader)
+    assert accelerator._dataloaders[:2] == [loader, other]
+    assert len(accelerator._dataloaders) <= 3
+    accelerator.save_state(tmp_path / "saved")
+    assert len(list((tmp_path / "saved").glob("sampler*.bin"))) <= 3
+    expected = [run_epoch(accelerator, loader) for _ in range(2)]
+    accelerator.free_memory()
+    resumed, loader = start()
+    resumed.load_state(tmp_path / "saved")
+    assert [run_epoch(resumed, loader) for _ in range(2)] == expected
+
+
+def test_a_loader_keeps_its_number_when_an_earlier_one_is_dropped(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    first = accelerator.prepare(DataLoader([1, 2]))
+    list(first)
+    del first
+    second = accelerator.prepare(DataLoader([1, 2], shuffle=True))
+    assert accelerator._dataloaders == [second]
+    list(second)
+    accelerator.save_state(tmp_path)
+    assert [path.name for path in tmp_path.glob("sampler*.bin")] == ["sampler_1.bin"]
