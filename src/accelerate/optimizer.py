@@ -308,8 +308,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             synchronization it is that of the closure.
 
         Raises:
-            ConfigurationError: A closure is passed in a micro-batch without synchronization, and the
-                optimizer may call it several times in a step.
+            ConfigurationError: A closure is passed in a micro-batch without synchronization, or with a scaler
+                of fp16, and the optimizer may call it several times in a step.
         """
         gradients, held = self.gradient_state, self.held
         if held is None:
@@ -384,15 +384,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         self._is_overflow = False
-        if self.conditions or self.skips_nonfinite:
-            if closure is not None:
-                reason = (
-                    "the optimizer may call it several times, and a step is taken or skipped after one call"
-                )
-                fix = "Leave out --replicas and skip_nonfinite_updates, or use another optimizer"
-                closure = partial(_identity, self._call_once(closure, reason, fix))
-            if not self._meets_conditions():
-                return None
+        is_conditional = bool(self.conditions) or self.skips_nonfinite
+        if closure is not None and (is_conditional or (self.scaler is not None and self.scaler.is_enabled())):
+            # The closure computes scaled gradients, which the scaler unscales before the update.
+            reason = "the optimizer may call it several times, and a step is taken or skipped after one call"
+            fix = "Leave out fp16, --replicas and skip_nonfinite_updates, or use another optimizer"
+            closure = partial(_identity, self._call_once(closure, reason, fix))
+        if is_conditional and not self._meets_conditions():
+            return None
         if self.steps_in_backward:
             self.num_updates += 1
             return None

@@ -408,3 +408,37 @@ def test_an_update_is_skipped_by_the_gradients_of_its_closure(states: None) -> N
     several = accelerator.prepare(torch.optim.LBFGS([parameter]))
     with pytest.raises(ConfigurationError, match="skip_nonfinite_updates"):
         several.step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_closure_under_fp16_computes_the_update_of_a_step_without_a_closure(kind: Any) -> None:
+    def train(with_closure: bool) -> tuple[torch.Tensor, float]:
+        AcceleratorState._reset_state(True)
+        accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        wrapped, optimizer = accelerator.prepare(model, kind(model.parameters(), lr=0.1))
+
+        def compute() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = wrapped(torch.ones(2, 3)).square().mean()
+            accelerator.backward(loss)
+            return loss.detach()
+
+        for _ in range(3):
+            loss = optimizer.step(compute) if with_closure else compute()
+            if not with_closure:
+                optimizer.step()
+        return model.weight.detach().clone(), float(loss)
+
+    (weight, loss), (expected, expected_loss) = train(True), train(False)
+    assert torch.equal(weight, expected)
+    assert loss == expected_loss
+
+
+def test_an_optimizer_that_calls_a_closure_several_times_is_refused_under_fp16() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model = torch.nn.Linear(3, 1)
+    _, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ConfigurationError, match="closure='LBFGS': .* Leave out fp16"):
+        optimizer.step(lambda: 0.0)

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
@@ -23,15 +25,47 @@ def convert_to_fp32(tensor: T) -> T:
     """Converts half-precision tensors in nested data to float32.
 
     Args:
-        tensor: Nested data. Everything that is not a float16 or bfloat16 tensor is not converted.
+        tensor: Nested data, also in fields of dataclasses. Everything that is not a float16 or bfloat16
+            tensor is not converted.
 
     Returns:
-        The same nesting. If `tensor` is a single tensor of another dtype, the same object.
+        The same nesting. If `tensor` is a single tensor of another dtype, the same object. A dataclass with a
+        converted field is copied.
     """
     if isinstance(tensor, Tensor):
         return Tensor.float(tensor) if tensor.dtype in _HALF_DTYPES else tensor  # type: ignore[return-value]
-    converted: T = recursively_apply(Tensor.float, tensor, test_type=_is_half)
+    converted: T = recursively_apply(_convert, tensor, test_type=_has_conversion)
     return converted
+
+
+def _convert(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return Tensor.float(item)
+    copied = copy(item)
+    for field in fields(item):
+        value = getattr(item, field.name, None)
+        if _contains_half(value):
+            object.__setattr__(copied, field.name, convert_to_fp32(value))  # also of a frozen dataclass
+    return copied
+
+
+def _has_conversion(item: object) -> bool:
+    return _is_half(item) or (_is_plain_dataclass(item) and _contains_half(item))
+
+
+def _contains_half(item: Any) -> bool:
+    if isinstance(item, (tuple, list)):
+        return any(map(_contains_half, item))
+    if isinstance(item, Mapping):
+        return any(map(_contains_half, item.values()))
+    if _is_plain_dataclass(item):
+        return any(_contains_half(getattr(item, field.name, None)) for field in fields(item))
+    return _is_half(item)
+
+
+def _is_plain_dataclass(item: object) -> bool:
+    """Returns whether an object is a dataclass, and not a structure that is rebuilt from its items."""
+    return hasattr(type(item), "__dataclass_fields__") and not isinstance(item, (Mapping, tuple, list))
 
 
 class ConvertOutputsToFp32:

@@ -244,9 +244,12 @@ def flatten_structure(data: object) -> FlatStructure:
     Raises an error unless all leaves are dense tensors on one device.
     """
     structure = FlatStructure([], [], [])
+    is_sendable = True
     try:
         _collect(data, structure.leaves, structure.shapes_and_dtypes, structure.containers)
     except _NotSendableError:
+        is_sendable = False
+    if not is_sendable:  # outside of `except`, so that the traceback has one error
         check_leaves(data)
     if structure.leaves:
         device = structure.leaves[0].device

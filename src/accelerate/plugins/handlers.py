@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -91,13 +92,16 @@ class GradScalerKwargs(KwargsHandler):
         return {name: value for name, value in super().to_dict().items() if name != "allow_fp16_gradients"}
 
     def __post_init__(self) -> None:
-        for name, is_valid, reason, span in (
-            ("init_scale", self.init_scale > 0, "a scale is positive", "above 0"),
-            ("growth_factor", self.growth_factor > 1, "the scale would not grow", "above 1"),
-            ("backoff_factor", 0 < self.backoff_factor < 1, "the scale would not shrink", "between 0 and 1"),
+        for name, least, most, reason, span in (
+            ("init_scale", 0, float("inf"), "a scale is positive", "above 0"),
+            ("growth_factor", 1, float("inf"), "the scale would not grow", "above 1"),
+            ("backoff_factor", 0, 1, "the scale would not shrink", "between 0 and 1"),
         ):
-            if not is_valid:
-                raise wrong_value(name, getattr(self, name), reason, f"Give a number {span}")
+            value = getattr(self, name)
+            if not isinstance(value, Real):
+                raise wrong_value(name, value, "it is not a number", f"Give a number {span}", TypeError)
+            if not least < float(value) < most:
+                raise wrong_value(name, value, reason, f"Give a number {span}")
         at_least("growth_interval", self.growth_interval, 1)
 
 

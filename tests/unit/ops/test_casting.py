@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from accelerate.ops import ConvertOutputsToFp32, convert_outputs_to_fp32, convert_to_fp32
 
 
-class Output(NamedTuple):
+class Named(NamedTuple):
     logits: torch.Tensor
     name: str
 
@@ -44,9 +45,9 @@ def test_other_tensors_are_the_same_objects(dtype: torch.dtype) -> None:
 
 
 def test_nested_data_keep_their_kind() -> None:
-    data = {"out": Output(torch.ones(1, dtype=torch.float16), "a"), "ids": [torch.tensor([1])], "n": None}
+    data = {"out": Named(torch.ones(1, dtype=torch.float16), "a"), "ids": [torch.tensor([1])], "n": None}
     converted = convert_to_fp32(data)
-    assert type(converted["out"]) is Output
+    assert type(converted["out"]) is Named
     assert converted["out"].logits.dtype == torch.float32
     assert converted["out"].name == "a"
     assert converted["ids"][0] is data["ids"][0]
@@ -98,3 +99,35 @@ def test_a_converted_forward_compiles_in_one_graph(monkeypatch: pytest.MonkeyPat
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert torch.equal(compiled(torch.ones(1, 2)), expected)
     torch._dynamo.reset()
+
+
+@dataclass(frozen=True)
+class Inner:
+    hidden: torch.Tensor
+    label: str = "a"
+
+
+@dataclass
+class Outputs:
+    loss: torch.Tensor
+    inner: Inner
+    others: dict[str, Any] = field(default_factory=dict)
+    count: torch.Tensor | None = None
+
+
+def test_tensors_in_fields_of_dataclasses_are_converted_in_a_copy() -> None:
+    half = torch.ones(2, dtype=torch.bfloat16)
+    output = Outputs(half.sum(), Inner(half), {"a": [Inner(half), half]}, torch.tensor(3))
+    converted = convert_to_fp32((output, [output]))[0]
+    assert type(converted) is Outputs
+    inner = converted.others["a"]
+    dtypes = [converted.loss.dtype, converted.inner.hidden.dtype, inner[0].hidden.dtype, inner[1].dtype]
+    assert dtypes == [torch.float32] * 4
+    assert converted.count is output.count
+    assert converted.inner.label == "a"
+    assert output.inner.hidden is half
+
+
+def test_a_dataclass_without_half_precision_is_the_same_object() -> None:
+    output = Outputs(torch.ones(1), Inner(torch.ones(1)), {"a": Inner})
+    assert convert_to_fp32(output) is output

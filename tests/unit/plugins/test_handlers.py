@@ -104,3 +104,10 @@ def test_the_environment_fills_only_what_was_not_given() -> None:
 )
 def test_handlers_are_compared_by_value_and_can_be_pickled(handler: KwargsHandler) -> None:
     assert pickle.loads(pickle.dumps(handler)) == handler == type(handler)()
+
+
+@pytest.mark.parametrize("name", ["init_scale", "growth_factor", "backoff_factor"])
+def test_an_option_of_the_scaler_that_is_no_number_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{name}='x': it is not a number") as raised:
+        GradScalerKwargs(**{name: "x"})
+    assert isinstance(raised.value, TypeError)
