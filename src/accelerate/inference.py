@@ -309,9 +309,11 @@ def prepare_pippy(
     state = PartialState()
     points = _find_split_points(model, split_points, no_split_module_classes, state.num_processes)
     model.hf_split_points = points  # type: ignore[assignment]
+    chunks = state.num_processes if num_chunks is None else num_chunks
+    if chunks < 1:
+        raise wrong_value("num_chunks", chunks, "it is too small", "Give 1 or more, or leave it out")
     if state.num_processes == 1:
         return model
-    chunks = state.num_processes if num_chunks is None else num_chunks
     size = find_pippy_batch_size(example_args, example_kwargs)
     if size is None:
         raise ConfigurationError(

@@ -352,8 +352,12 @@ def concatenate(data: Sequence[T], dim: int = 0) -> T:
         dim: Dimension along which tensors are concatenated.
 
     Raises:
+        ConfigurationError: There is no structure. Also an `IndexError`.
         TypeError: If a leaf cannot be concatenated.
     """
+    if not data:
+        reason, fix = "there is nothing to concatenate", "Pass at least one structure"
+        raise wrong_value("data", data, reason, fix, IndexError)
     joined: T = _join(data, dim)
     return joined
 

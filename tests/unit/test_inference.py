@@ -78,6 +78,8 @@ def test_one_process_needs_no_stages() -> None:
     assert pippy_forward(lambda x, y=0: x + y, 4, True, 1, y=2) == 3
     with pytest.raises(ConfigurationError, match="split_points='half'"):
         prepare_pippy(model, "half")
+    with pytest.raises(ConfigurationError, match="num_chunks=0: it is too small"):
+        prepare_pippy(model, num_chunks=0)
 
 
 @pytest.fixture

@@ -258,3 +258,9 @@ def test_sparse_tensors_are_measured_cut_and_joined(layout: torch.layout) -> Non
     joined = nested.concatenate(parts)
     assert joined[0].layout is layout
     assert nested.listify(joined) == [dense.tolist()]
+
+
+def test_no_structures_are_not_concatenated() -> None:
+    with pytest.raises(ConfigurationError, match=r"data=\[\]: there is nothing to concatenate") as raised:
+        nested.concatenate([])
+    assert isinstance(raised.value, IndexError)

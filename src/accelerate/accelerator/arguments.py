@@ -18,6 +18,7 @@ from accelerate.base import (
     RNGType,
     plain_value,
     read_flag,
+    refuse_path,
     whole_number,
     wrong_value,
 )
@@ -237,6 +238,7 @@ def _project(arguments: _Arguments) -> plugins.ProjectConfiguration:
     project: plugins.ProjectConfiguration = arguments["project_config"] or plugins.ProjectConfiguration()
     if arguments["project_dir"] is None:
         return project
+    refuse_path("project_dir", arguments["project_dir"])
     folder = os.fspath(arguments["project_dir"])
     if project.project_dir is not None and os.fspath(project.project_dir) != folder:
         reason = f"project_config.project_dir is {project.project_dir!r}"

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from numbers import Real
 from typing import Any
 
 from accelerate import plugins, tracking
@@ -14,6 +15,25 @@ from accelerate.logging import get_logger
 from accelerate.state import Leader, PartialState, services
 
 logger = get_logger(__name__)
+
+
+def _refuse_unnamed(argument: str, values: object) -> None:
+    """Raises an error for values without names, which no tracker logs."""
+    if values is None or isinstance(values, (str, bytes, Real, Sequence, Set)):
+        fix = 'Pass a dictionary, such as {"loss": 0.5}'
+        raise wrong_value(argument, values, "the values have no names", fix, AttributeError)
+
+
+def _check_arguments(argument: str, by_tracker: object) -> None:
+    """Raises an error unless the arguments of trackers are dictionaries by the name of the tracker."""
+    fix = 'Pass dictionaries by the name of the tracker, such as {"wandb": {"group": "a"}}'
+    if by_tracker is None:
+        return
+    if not isinstance(by_tracker, Mapping):
+        raise wrong_value(argument, by_tracker, "its keys are names of trackers", fix, AttributeError)
+    for name, arguments in by_tracker.items():
+        if not isinstance(arguments, Mapping):
+            raise wrong_value(f"{argument}[{name!r}]", arguments, "it is not a dictionary", fix, TypeError)
 
 
 class Trackers:
@@ -41,6 +61,9 @@ class Trackers:
 
         In a run with replica groups, those of the main process start later if another group has it now.
         """
+        if config is not None:
+            _refuse_unnamed("config", config)
+        _check_arguments("init_kwargs", init_kwargs)
         named = {*tracking.LOGGER_TYPE_TO_CLASS, *(getattr(kind, "name", kind) for kind in kinds)}
         if unknown := sorted({*(init_kwargs or ())} - named):
             fix = f"Use names among {', '.join(sorted(map(str, named)))}"
@@ -92,6 +115,9 @@ class Trackers:
         self, values: dict[str, Any], step: int | None, log_kwargs: dict[str, dict[str, Any]] | None
     ) -> None:
         """Sends values to all running trackers."""
+        _refuse_unnamed("values", values)
+        if log_kwargs:
+            _check_arguments("log_kwargs", log_kwargs)
         self._open_waiting()
         arguments = log_kwargs or {}
         for tracker in self.running:

@@ -98,9 +98,12 @@ def refuse_path(argument: str, path: str | os.PathLike[str]) -> None:
     """Raises an error for a path that no file system has.
 
     Raises:
-        ConfigurationError: It contains a NUL character or text without an encoding, or a part is too long.
+        ConfigurationError: It is no path, contains a NUL character or text without an encoding, or a part is
+            too long.
     """
-    text, fix = os.fspath(path), "choose another name"
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise wrong_value(argument, path, "it is not a path", "Pass a string or a path", TypeError)
+    text, fix = os.fsdecode(path), "choose another name"
     if "\0" in text:
         raise wrong_value(argument, text, "it contains a NUL character", fix)
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -174,3 +176,10 @@ def test_free_memory_ends_an_open_window() -> None:
     accelerator.free_memory()
     with accelerator.accumulate():
         assert accelerator.step == 1
+
+
+@pytest.mark.parametrize("loss", [3.0, None, [1.0]])
+def test_a_loss_that_is_no_tensor_is_refused(loss: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^loss=.*: it is not a tensor") as raised:
+        Accelerator(cpu=True).backward(loss)
+    assert isinstance(raised.value, AttributeError)

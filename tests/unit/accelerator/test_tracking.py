@@ -8,6 +8,7 @@ import pytest
 
 from accelerate import Accelerator
 from accelerate.base import ConfigurationError
+from accelerate.plugins import ProjectConfiguration
 from accelerate.tracking import GeneralTracker
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -78,3 +79,32 @@ def test_without_trackers_calls_have_no_effect() -> None:
     blank.log({"loss": 1.0}, step=1)
     blank.finish()
     accelerator.end_training()
+
+
+@pytest.mark.parametrize("config", [[1], "lr", 3.0, {1, 2}])
+def test_a_config_without_names_is_refused(config: Any) -> None:
+    accelerator = Accelerator(cpu=True, log_with=Notebook())
+    with pytest.raises(ConfigurationError, match=r"config=.*: the values have no names") as raised:
+        accelerator.init_trackers("project", config=config)
+    assert isinstance(raised.value, AttributeError)
+
+
+def test_values_without_names_and_arguments_that_are_no_dictionaries_are_refused() -> None:
+    accelerator = Accelerator(cpu=True, log_with=Notebook())
+    for arguments in ([1], {"notebook": 3}):
+        with pytest.raises(ConfigurationError, match="Pass dictionaries by the name of the tracker"):
+            accelerator.init_trackers("project", init_kwargs=arguments)  # type: ignore[arg-type]
+    accelerator.init_trackers("project")
+    for values in ([1], None, 2.0):
+        with pytest.raises(ConfigurationError, match="^values=.*: the values have no names"):
+            accelerator.log(values)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="^log_kwargs=3: its keys are names of trackers"):
+        accelerator.log({"loss": 1.0}, log_kwargs=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("arguments", [{"project_dir": 5}, {"project_dir": [1]}])
+def test_a_project_folder_that_is_no_path_is_refused(arguments: dict[str, Any]) -> None:
+    for kind in (Accelerator, ProjectConfiguration):
+        with pytest.raises(ConfigurationError, match="^project_dir=.*: it is not a path") as raised:
+            kind(**arguments)
+        assert isinstance(raised.value, TypeError)
