@@ -116,7 +116,7 @@ def build_request(environ: Mapping[str, str], **arguments: Any) -> strategies.Ru
         dynamo=arguments["dynamo_plugin"] or plugins.TorchDynamoPlugin(backend=arguments["dynamo_backend"]),
         deepspeed=_deepspeed(arguments, environ),
         fp8_library=settings.decode(sections.Fp8Section, environ).fp8_backend,
-        handlers=tuple(arguments["kwargs_handlers"] or ()),
+        handlers=tuple(_listed_handlers(arguments)),
         notes=tuple(notes),
         **{field: _plugin(arguments, environ, *row) for field, row in _PLUGINS.items()},
         **_handlers(arguments),
@@ -290,8 +290,16 @@ def _deepspeed(arguments: _Arguments, environ: Mapping[str, str]) -> DeepSpeedPl
     return passed
 
 
+def _listed_handlers(arguments: _Arguments) -> list[Any]:
+    given = arguments["kwargs_handlers"] or ()
+    if isinstance(given, plugins.KwargsHandler):
+        name = type(given).__name__
+        raise wrong_value("kwargs_handlers", name, "it is not a list", f"Pass [{name}(...)]", TypeError)
+    return list(given)
+
+
 def _handlers(arguments: _Arguments) -> dict[str, Any]:
-    handlers = list(arguments["kwargs_handlers"] or ())
+    handlers = _listed_handlers(arguments)
     kinds = [type(handler) for handler in handlers]
     for handler, kind in zip(handlers, kinds, strict=True):
         if not isinstance(handler, plugins.KwargsHandler):

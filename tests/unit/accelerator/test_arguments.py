@@ -110,6 +110,7 @@ def test_a_disagreement_is_noted_with_both_sources() -> None:
         (passed(step_scheduler_with_optimizer="often"), {}, "step_scheduler_with_optimizer='often'"),
         (passed(kwargs_handlers=[AutocastKwargs(), AutocastKwargs()]), {}, "AutocastKwargs.*twice"),
         (passed(kwargs_handlers=["ddp"]), {}, "not a KwargsHandler"),
+        (passed(kwargs_handlers=AutocastKwargs()), {}, "kwargs_handlers='AutocastKwargs': it is not a list"),
         (
             passed(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin()),
             {},

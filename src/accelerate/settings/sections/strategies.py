@@ -13,7 +13,6 @@ from accelerate.base import (
     FSDP_BACKWARD_PREFETCH,
     FSDP_SHARDING_STRATEGY,
     FSDP_STATE_DICT_TYPE,
-    LARGEST,
 )
 from accelerate.settings.option import (
     Section,
@@ -403,7 +402,7 @@ class PipelineSection(_MeshSection):
         ),
     )
     parallelism_config_pp_microbatches: int = option(
-        8, "Micro-batches into which a pipeline splits a batch.", limits=(1, LARGEST)
+        8, "Micro-batches into which a pipeline splits a batch.", limits=(1, 10**6)
     )
 
 
