@@ -91,8 +91,7 @@ def _scaler(source: Source) -> Iterator[StateItem]:
 
 def _loaders(source: Source) -> Iterator[StateItem]:
     rank = source.strategy.context.topology.rank
-    prepared = source.prepared
-    for index, loader in zip(prepared.loader_numbers, prepared.loaders, strict=True):
+    for index, loader in source.prepared.numbered_loaders():
         part = checkpointing.LoaderPart(index, loader, rank, source.resized)
         yield StateItem("loaders", loader, part, "rank")
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -146,8 +145,9 @@ def needs_whole_matrices(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, WHOLE_MATRICES, isinstance(optimizer, torch.optim.Muon)) is True
 
 
-def _identity(value: T) -> T:
-    return value
+def _reference_to(loader: DataLoader[Any]) -> Callable[[], DataLoader[Any] | None]:
+    """Returns a weak reference to a loader that was read, and a strong reference to another one."""
+    return weakref.ref(loader) if getattr(loader, "iteration", 0) else lambda: loader
 
 
 @dataclass(eq=False)
@@ -177,16 +177,21 @@ class Prepared:
         """
         if any(loader is known for known in self.loaders):
             return
-        number = self.loader_numbers[-1] + 1 if self.loader_numbers else 0
-        entries = [
-            weakref.ref(known) if getattr(known, "iteration", 0) else partial(_identity, known)
-            for known in self.loaders
-        ]
+        numbered = self.numbered_loaders()
+        following = numbered[-1][0] + 1 if numbered else 0
+        entries = [(number, _reference_to(known)) for number, known in numbered]
+        del numbered
         self.loaders.clear()  # deletes loaders without another reference
-        kept = [(n, entry()) for n, entry in zip(self.loader_numbers, entries, strict=True)]
-        known_loaders = [(n, known) for n, known in kept if known is not None]
-        self.loaders.extend([*(known for _, known in known_loaders), loader])
-        self.loader_numbers[:] = [*(n for n, _ in known_loaders), number]
+        kept = [(number, known) for number, find in entries if (known := find()) is not None]
+        self.loaders.extend([*(known for _, known in kept), loader])
+        self.loader_numbers[:] = [*(number for number, _ in kept), following]
+
+    def numbered_loaders(self) -> list[tuple[int, DataLoader[Any]]]:
+        """Returns each loader with the number of loaders that were prepared before it."""
+        numbers: Iterable[int] = self.loader_numbers
+        if len(self.loader_numbers) != len(self.loaders):  # a client has changed the list
+            numbers = range(len(self.loaders))
+        return list(zip(numbers, self.loaders, strict=True))
 
 
 class ReplacedParameters(WeakIdKeyDictionary):
