@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from threading import get_ident
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from accelerate import data_loader, ops, strategies, torch_private
 from accelerate.accelerator.mistaken_windows import UndividedSteps, watch_unprepared_steps
-from accelerate.accelerator.weighting import ItemWeighting, LossWeighting, read_items
+from accelerate.accelerator.weighting import ItemWeighting, read_items
 from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.held_gradients import HeldGradients
 from accelerate.logging import get_logger
@@ -28,6 +28,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallelism_config import Data, MeshAxis, axes_with
 from accelerate.recovery import ReplicaGroups
 from accelerate.state import DrivingLoader, GradientState, mesh_sizes, step_clock
+
+if TYPE_CHECKING:
+    from accelerate.accelerator.windows import Window
 
 logger = get_logger(__name__)
 
@@ -114,7 +117,7 @@ class Accumulation:
         self.is_driven, self.loss_factor = False, 1.0
         self.num_parts = 1
         self.current: MicroBatches | None = None
-        self.weighting: LossWeighting | None = None
+        self.weighting: ItemWeighting | Window | None = None
         self.is_joined = False
         self._step = 0  # as set by the user or by a checkpoint
         self._sets: dict[tuple[nn.Module, ...], MicroBatches] = {}
@@ -296,12 +299,9 @@ class Accumulation:
             return context
         current.items.complete()
         contexts = ExitStack()
-        contexts.callback(self._end_items)
+        contexts.callback(setattr, self, "weighting", None)
         contexts.enter_context(context)
         return contexts
-
-    def _end_items(self) -> None:
-        self.weighting = None
 
     def divided(self, block: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         """Returns a block in which ranks have parts of the sequences whose items may have been counted."""

@@ -182,7 +182,7 @@ class WeightAverage:
     def shards(self) -> dict[str, LocalShards]:
         """Returns the averages on this rank as shards of whole weights, by all names of the weights."""
         self._free_gathered()
-        lookup = _Lookup(pair for stepped in self._stepped.values() for pair in stepped.pairs())
+        average_of = _finder(pair for stepped in self._stepped.values() for pair in stepped.pairs())
         found: dict[str, LocalShards] = {}
         runtime = self._runtime
         state = runtime.strategy.state.model_shards(self.model).state()
@@ -190,7 +190,7 @@ class WeightAverage:
             local = to_local_shards(value, position, runtime.state.process_index)
             if not isinstance(local, LocalShards):
                 continue
-            averages = [lookup.average_of(shard.tensor) for shard in local.shards]
+            averages = [average_of(shard.tensor) for shard in local.shards]
             if own := [average for average in averages if average is not None]:
                 offsets = [shard.offsets for shard in local.shards]
                 shards = tuple(Shard(*each) for each in zip(offsets, own, strict=True))
@@ -345,21 +345,18 @@ def _local(parameter: Any) -> Tensor:
     return local
 
 
-class _Lookup:
-    """Averages by the memory of local tensors, of which shards may be views."""
+def _finder(pairs: Iterable[tuple[Tensor, Tensor]]) -> Callable[[Tensor], Tensor | None]:
+    """Returns a function that finds the average of a view of a local tensor by its memory, or None."""
+    ordered = sorted(pairs, key=lambda pair: pair[0].data_ptr())
+    starts = [local.data_ptr() for local, _ in ordered]
 
-    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self._pairs = sorted(pairs, key=lambda pair: pair[0].data_ptr())
-        self._starts = [local.data_ptr() for local, _ in self._pairs]
-
-    def average_of(self, view: Tensor) -> Tensor | None:
-        """Returns the average of a view of a local tensor, or None for other memory."""
+    def average_of(view: Tensor) -> Tensor | None:
         if type(view) is not Tensor or view.layout != torch.strided or not view.numel():
             return None  # such as quantized weights, which are frozen and may have no address
-        index = bisect_right(self._starts, view.data_ptr()) - 1
+        index = bisect_right(starts, view.data_ptr()) - 1
         if index < 0:
             return None
-        local, average = self._pairs[index]
+        local, average = ordered[index]
         if local.device != view.device or local.dtype != view.dtype:
             return None
         if local.shape == view.shape and local.data_ptr() == view.data_ptr():
@@ -368,6 +365,8 @@ class _Lookup:
         if first + view.numel() > local.numel():
             return None
         return average.view(-1)[first : first + view.numel()].view(view.shape)
+
+    return average_of
 
 
 def _check_options(decay: Decay, every: int, start: int) -> None:

@@ -167,7 +167,9 @@ class Accelerator(ProcessControl):
         self._stop_requests = diagnostics.get_stop_requests(environ.current())
         self.state = runtime.state
         self.gradient_state = runtime.gradient_state
-        self._cp_context = _context_before_prepare(runtime.strategy)
+        self._cp_context: Callable[..., AbstractContextManager[Any]] = strategies.Layer().split_batch
+        if any(layer.splits_buffers for layer in runtime.strategy.layers):
+            self._cp_context = _refuse_to_split
         self.flag_tensor: torch.Tensor | None = None
         self.device_placement = request.device_placement
         self.step_scheduler_with_optimizer = request.step_scheduler_with_optimizer
@@ -1765,13 +1767,6 @@ class Accelerator(ProcessControl):
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         """Returns the object itself, because a process has one run."""
         return self
-
-
-def _context_before_prepare(strategy: strategies.Strategy) -> Callable[..., AbstractContextManager[Any]]:
-    """Returns a context without effect, or a function that raises an error if a layer splits buffers."""
-    if any(layer.splits_buffers for layer in strategy.layers):
-        return _refuse_to_split
-    return strategies.Layer().split_batch
 
 
 def _refuse_to_split(**kwargs: Any) -> NoReturn:

@@ -178,7 +178,9 @@ class RunCheckpoints:
         states, is_main = self._runtime.strategy.state, self._runtime.state.is_main_process
         with step_clock.phase(SAVING):
             shards = states.gatherable_weights(model) if safe_serialization else None
-            if shards is not None and all(map(_has_dtype, shards[0].values())):
+            values = () if shards is None else shards[0].values()
+            # Tensors of other ranks are described by objects with a dtype.
+            if shards and all(isinstance(getattr(value, "dtype", None), torch.dtype) for value in values):
                 folder = Path(save_directory)
                 checkpointing.save_from_shards(*shards, folder, max_shard_size, writes=is_main)
                 return
@@ -292,11 +294,6 @@ class RunCheckpoints:
         if number is not None and project.automatic_checkpoint_naming:
             run = {} if source.manifest is None else source.manifest.run
             project.iteration = run.get(checkpointing.NEXT_DURABLE, number + 1)
-
-
-def _has_dtype(value: object) -> bool:
-    """Returns whether a value of a state dict is a tensor, also one of other ranks."""
-    return isinstance(getattr(value, "dtype", None), torch.dtype)
 
 
 def check_values(model: nn.Module, verb: str) -> None:

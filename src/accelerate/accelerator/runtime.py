@@ -7,7 +7,6 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -237,10 +236,5 @@ def _resolve_accumulation(
     return replace(accumulation, num_steps=int(str(steps)))
 
 
-def _watch_arrivals(topology: Any, num_opened: int) -> AbstractContextManager[object]:
-    """Returns the context manager that reports ranks which do not join the process group."""
-    return diagnostics.watch_arrivals(topology, num_opened)
-
-
 # A library may create a `PartialState` before an `Accelerator`, and absent ranks are reported then, too.
-services.while_opening.append(_watch_arrivals)
+services.while_opening.append(lambda topology, opened: diagnostics.watch_arrivals(topology, opened))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +16,6 @@ from torch import Tensor, nn
 from accelerate import ops, torch_private
 from accelerate.base import StateError, wrong_value
 from accelerate.state import step_clock
-
-
-class LossWeighting(Protocol):
-    """Factor of the losses of a window in which items or batches are counted."""
-
-    @property
-    def counts_items(self) -> bool:
-        """True if losses are sums over items."""
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Returns a loss times the factor."""
 
 
 class ItemWeighting:
