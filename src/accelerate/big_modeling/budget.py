@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
@@ -29,9 +29,8 @@ class Unit:
     block: float
 
 
-class _Part(NamedTuple):
-    name: str
-    tensors: Mapping[str, Tensor]
+_Part: TypeAlias = tuple[str, Mapping[str, Tensor]]
+"""Name of a module or tensor, and its tensors by name."""
 
 
 def split_into_units(
@@ -51,16 +50,16 @@ def split_into_units(
     units = []
     for group in _join_tied(parts) if join_tied else [[part] for part in parts]:
         sizes = []
-        for name, tensor in chain.from_iterable(part.tensors.items() for part in group):
+        for name, tensor in chain.from_iterable(tensors.items() for _, tensors in group):
             if id(tensor) not in counted:
                 sizes.append((tensor_bytes(name, tensor, dtype, special_dtypes), tensor))
             counted.add(id(tensor))
         units.append(
             Unit(
-                names=tuple(part.name for part in group),
+                names=tuple(name for name, _ in group),
                 size=sum(size for size, _ in sizes),
                 buffers=sum(size for size, tensor in sizes if not isinstance(tensor, nn.Parameter)),
-                block=max(blocks[name] for part in group for name in part.tensors),
+                block=max(blocks[name] for _, tensors in group for name in tensors),
             )
         )
     return units
@@ -78,9 +77,9 @@ def _walk(module: nn.Module, name: str, whole: frozenset[str]) -> Iterator[_Part
     prefix = f"{name}." if name else ""
     direct = {f"{prefix}{key}": tensor for key, tensor in all_tensors(module, recurse=is_unit).items()}
     if is_unit:
-        yield from [_Part(name, direct)] if direct else []
+        yield from [(name, direct)] if direct else []
         return
-    yield from (_Part(key, {key: tensor}) for key, tensor in direct.items())
+    yield from ((key, {key: tensor}) for key, tensor in direct.items())
     for key, child in children.items():
         yield from _walk(child, f"{prefix}{key}", whole)
 
@@ -89,8 +88,8 @@ def _join_tied(parts: Sequence[_Part]) -> list[list[_Part]]:
     """Groups parts that share a parameter, and keeps each group at the position of its first part."""
     groups = list(range(len(parts)))
     owner: dict[int, int] = {}
-    for index, part in enumerate(parts):
-        shared = [id(tensor) for tensor in part.tensors.values() if isinstance(tensor, nn.Parameter)]
+    for index, (_, tensors) in enumerate(parts):
+        shared = [id(tensor) for tensor in tensors.values() if isinstance(tensor, nn.Parameter)]
         tied_groups = {groups[owner[key]] for key in shared if key in owner} | {index}
         if len(tied_groups) > 1:
             groups = [min(tied_groups) if group in tied_groups else group for group in groups]

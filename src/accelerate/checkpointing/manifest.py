@@ -180,14 +180,9 @@ def problems(
     """
     records = (manifest.files[name] for name in (manifest.files if names is None else names))
     mismatch = partial(_mismatch, folder, map_file if deep else None)
-    lines = (_problem(record, mismatch) for record in records)
-    return [problem for problem in lines if problem]
-
-
-def _problem(record: FileRecord, mismatch: Callable[[FileRecord], str]) -> str:
-    """Compares a file with its records in all folders of the save, one of which it must equal."""
-    problem = mismatch(record)
-    return problem if all(mismatch(each) for each in record.others) else ""
+    # A file has a record in each folder of the save, one of which it must equal.
+    problems = ((mismatch(record), record.others) for record in records)
+    return [problem for problem, others in problems if problem and all(map(mismatch, others))]
 
 
 def _mismatch(folder: Path, map_file: MapFile | None, record: FileRecord) -> str:

@@ -258,7 +258,9 @@ class Saver:
         def decide(values: Sequence[dict[str, Any]]) -> dict[str, Any]:
             summaries.extend(values)
             failures = [(rank, value["failure"]) for rank, value in enumerate(values) if value["failure"]]
-            failures += _mixed_states([value["state"] for value in values])
+            first, *others = (value["state"] for value in values)
+            mixed = [(rank, state) for rank, state in enumerate(others, 1) if state != first]
+            failures += [(rank, f"it saves {state}, and rank 0 saves {first}") for rank, state in mixed[:1]]
             has_several = not failures and len({value["folder"] for value in values}) > 1
             created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             return {"failures": failures, "summaries": values if has_several else [], "created": created}
@@ -381,14 +383,6 @@ def _all_offers(offers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _owners(places: Sequence[str]) -> dict[str, int]:
     """Returns the first rank of each folder that cannot access the folder of rank 0."""
     return {place: places.index(place) for place in places if place}
-
-
-def _mixed_states(states: Sequence[str]) -> list[tuple[int, str]]:
-    """Returns the failure of the first rank that saves another state than rank 0."""
-    for rank, state in enumerate(states):
-        if state != states[0]:
-            return [(rank, f"it saves {state}, and rank 0 saves {states[0]}")]
-    return []
 
 
 def _with_free_number(request: Request) -> Request:
