@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -19,15 +18,6 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 class SubprocessCallException(Exception):
     """Error of a command that failed."""
-
-
-@dataclass
-class CommandOutput:
-    """Exit code of a command, and the lines that it printed to each stream."""
-
-    returncode: int = 0
-    stdout: list[str] = field(default_factory=list)
-    stderr: list[str] = field(default_factory=list)
 
 
 def path_in_accelerate_package(*components: str) -> Path:
@@ -71,7 +61,7 @@ def execute_subprocess_async(
     timeout: float | None = 180,
     quiet: bool = False,
     echo: bool = True,
-) -> CommandOutput:
+) -> subprocess.CompletedProcess[list[str]]:
     """Runs a command and prints its output while it runs.
 
     Args:
@@ -83,7 +73,7 @@ def execute_subprocess_async(
         echo: Whether to print the command itself.
 
     Returns:
-        The exit code and the lines that the command printed.
+        The exit code, and the lists of lines that the command printed.
 
     Raises:
         RuntimeError: The command failed or timed out. The message of a failure has the lines of standard
@@ -92,7 +82,7 @@ def execute_subprocess_async(
     words = [str(word) for word in cmd]
     if echo:
         print("\nRunning: ", " ".join(words))
-    output = CommandOutput()
+    output: subprocess.CompletedProcess[list[str]] = subprocess.CompletedProcess(words, 0, [], [])
     pipes: Any = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(words, env=env, text=True, errors="replace", **pipes) as process:
         streams = (

@@ -13,8 +13,9 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from accelerate import verification
 from accelerate.base import ConfigurationError, LaunchError, environ, wrong_value
@@ -84,8 +85,8 @@ def verify_command(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="accelerate-verify-") as name:
         folder = Path(name)
         options = Options(str(folder / "run"), args.steps, keeps_dropout=args.keep_dropout)
-        pair = _Pair(flags, target, against, settings)
-        run, reference = pair.run(options)
+        run_both = partial(_run_both, flags, target, against, settings)
+        run, reference = run_both(options)
         tolerances = verification.tolerances_of(run, args.tolerance)
         findings = verification.compare(run, reference, tolerances)
         if first := verification.find_traced(findings):
@@ -100,7 +101,7 @@ def verify_command(args: argparse.Namespace) -> None:
                 traced_step=first.step,
                 traced_optimizer=first.optimizer,
             )
-            findings = verification.with_cause(findings, verification.compare(*pair.run(traced), tolerances))
+            findings = verification.with_cause(findings, verification.compare(*run_both(traced), tolerances))
         print(verification.format_runs(run, reference, findings, args.steps))
         if args.json is not None:
             content = verification.as_json(run, reference, findings, tolerances)
@@ -165,32 +166,31 @@ def without_own(words: Sequence[str]) -> list[str]:
     return rest
 
 
-class _Pair(NamedTuple):
-    """Two launches of a script."""
+def _run_both(
+    flags: list[str], target: list[str], against: list[str] | None, settings: Settings, options: Options
+) -> tuple[Run, Run]:
+    """Runs the script in two launches, and returns their records.
 
-    flags: list[str]
-    target: list[str]  # script and its arguments
-    against: list[str] | None  # flags of the second launch, or None for the reference on one process
-    settings: Settings
-
-    def run(self, options: Options) -> tuple[Run, Run]:
-        """Runs the script in both launches, and returns their records."""
-        run = _run("this launch", self.flags, self.target, options)
-        other = replace(options, folder=f"{options.folder}-reference")
-        if self.against is None:
-            flags = _reference_flags(self.settings, self.flags, Path(options.folder))
-            other = replace(other, factor=run.num_groups, is_reference=True, initial=options.folder)
-            return run, _run("the reference on one process", flags, self.target, other)
-        reference = _run("--against", self.against, self.target, other)
-        factor, rest = divmod(run.num_groups, reference.num_groups)
-        if rest:
-            reason = f"it has {reference.num_groups} data-parallel groups, and the launch {run.num_groups}"
-            fix = "Let it have a number that divides that of the first launch"
-            raise wrong_value("--against", shlex.join(self.against), reason, fix)
-        if factor > 1:  # with as many samples in each step
-            other = replace(other, folder=f"{options.folder}-against", factor=factor)
-            reference = _run("--against", self.against, self.target, other)
-        return run, reference
+    Args:
+        target: Script and its arguments.
+        against: Flags of the second launch, or None for the reference on one process.
+    """
+    run = _run("this launch", flags, target, options)
+    other = replace(options, folder=f"{options.folder}-reference")
+    if against is None:
+        flags = _reference_flags(settings, flags, Path(options.folder))
+        other = replace(other, factor=run.num_groups, is_reference=True, initial=options.folder)
+        return run, _run("the reference on one process", flags, target, other)
+    reference = _run("--against", against, target, other)
+    factor, rest = divmod(run.num_groups, reference.num_groups)
+    if rest:
+        reason = f"it has {reference.num_groups} data-parallel groups, and the launch {run.num_groups}"
+        fix = "Let it have a number that divides that of the first launch"
+        raise wrong_value("--against", shlex.join(against), reason, fix)
+    if factor > 1:  # with as many samples in each step
+        other = replace(other, folder=f"{options.folder}-against", factor=factor)
+        reference = _run("--against", against, target, other)
+    return run, reference
 
 
 def _run(title: str, flags: Sequence[str], target: Sequence[str], options: Options) -> Run:

@@ -91,10 +91,6 @@ def _has(*names: str) -> bool:
     return any(packages.PACKAGES[name].available() for name in names)
 
 
-def _has_tracker() -> bool:
-    return any(tracker.available() for tracker in tracking.TRACKERS) and not packages.is_comet_ml_available()
-
-
 def _has_mxfp8() -> bool:
     if not _has("transformer_engine") or not named("cuda").available():
         return False
@@ -136,7 +132,11 @@ require_fp8 = _require(
 require_fsdp2 = _require("fsdp2", lambda: is_torch_version(">=", "2.6.0"), "needs torch 2.6")
 require_tp = _require("tp", packages.is_transformers_available, "needs transformers")
 require_pippy = _require("pippy", packages.is_pippy_available, "needs pipeline parallelism")
-require_trackers = _require("trackers", _has_tracker, "needs a tracker, and comet_ml must not be there")
+require_trackers = _require(
+    "trackers",
+    lambda: any(kind.available() for kind in tracking.TRACKERS) and not packages.is_comet_ml_available(),
+    "needs a tracker, and comet_ml must not be there",
+)
 require_huggingface_suite = _require(
     "huggingface_suite", lambda: _has("transformers") and _has("datasets"), "needs transformers and datasets"
 )
