@@ -53,7 +53,9 @@ def restore_order(loader: Any, known: Sequence[torch.Generator], states: Sequenc
 
 def _order_sources(loader: Any, known: Sequence[torch.Generator]) -> list[tuple[Any, list[Any]]]:
     """Returns the objects of the user that determine the order, each with its random generators."""
-    dataset = _user_dataset(loader)
+    dataset = loader.dataset
+    if type(dataset).__module__.startswith("accelerate.data_loader."):
+        dataset = dataset.dataset  # of the user
     chain = [*batch_samplers_of(loader._index_sampler), loader.get_sampler()]
     if isinstance(dataset, IterableDataset) and not has_state(dataset):
         chain.append(dataset)
@@ -68,12 +70,6 @@ def _order_sources(loader: Any, known: Sequence[torch.Generator]) -> list[tuple[
 def _is_of_user(owner: object) -> bool:
     is_plain = owner is None or isinstance(owner, (list, tuple, range)) or not hasattr(owner, "__dict__")
     return not is_plain and not f"{type(owner).__module__}.".startswith(_OWN_PACKAGES)
-
-
-def _user_dataset(loader: Any) -> Any:
-    dataset = loader.dataset
-    is_wrapped = type(dataset).__module__.startswith("accelerate.data_loader.")
-    return dataset.dataset if is_wrapped else dataset
 
 
 def _changed(loader: Any, owner: Any) -> dict[str, Any]:

@@ -218,14 +218,10 @@ def count_visible(environ: Mapping[str, str] | None = None) -> tuple[DeviceBacke
     count = 0 if build == "cpu" or not nvidia.driver_present() else len(nvidia.visible_indices(environ))
     if count:
         return CUDA, count
-    return _ask_torch() if _registers_device() else (CPU, 1)
-
-
-def _registers_device() -> bool:
-    """Returns whether an installed package registers a device when torch is imported."""
     from importlib.metadata import entry_points  # slow to import, and needed only without other devices
 
-    return bool(entry_points(group="torch.backends"))
+    # An installed package may register a device when torch is imported.
+    return _ask_torch() if entry_points(group="torch.backends") else (CPU, 1)
 
 
 def _ask_torch() -> tuple[DeviceBackend, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from accelerate.base import ConfigurationError, environ, whole_number, wrong_value
@@ -62,17 +61,14 @@ def choose_processes(settings: Settings, machine: Machine) -> Settings:
     total = machine.devices * machines
     settings = settings.replaced(CHOSEN, num_processes=total)
     plural = "es" if total > 1 else ""
-    of_others = _describe_rank(machine.environ or {}) if total == 1 else ""
+    present = machine.environ or {}
+    rank, size = present.get("RANK"), present.get("WORLD_SIZE")
+    is_one_of_several = total == 1 and rank and size and size != "1"  # which another program has started
+    of_others = f" (rank {rank} of WORLD_SIZE={size})" if is_one_of_several else ""
     assumed = [f"{total} process{plural} on {machine.hardware.label}{of_others}"]
     if settings.source("mixed_precision") == BUILT_IN:
         assumed.append("mixed_precision=no")
     return settings.noted(f"assumed {', '.join(assumed)}; flags or `accelerate config` choose otherwise")
-
-
-def _describe_rank(environ: Mapping[str, str]) -> str:
-    """Describes the rank of a process that another program has started as one of several."""
-    rank, size = environ.get("RANK"), environ.get("WORLD_SIZE")
-    return f" (rank {rank} of WORLD_SIZE={size})" if rank and size and size != "1" else ""
 
 
 def choose_machines(settings: Settings, machine: Machine) -> Settings:

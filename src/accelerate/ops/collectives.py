@@ -323,8 +323,8 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first:
     if transport.size == 1:
         return tensor
     check_leaves(tensor, accepts=is_torch_tensor)
-    sizes: list[int] = []
-    recursively_apply(lambda leaf: sizes.append(_size_to_pad(leaf, dim)), tensor, error_on_other_type=True)
+    leaves = iterate_tensors(tensor)
+    sizes = [leaf.shape[dim] if _can_pad(leaf, dim) else _NOT_PADDED for leaf in leaves]
     call = Call(f"{PUBLIC_MODULE}.pad_across_processes", f"dim={dim}", tensor)
     table = gather_integers(sizes, transport, call, map_leaves(tensor, Tensor.dim))
     longest = iter([max(column) for column in zip(*table, strict=True)])
@@ -409,10 +409,6 @@ def _check_rank(rank: int, transport: Transport) -> int:
 
 def _can_pad(tensor: Tensor, dim: int) -> bool:
     return not tensor.is_nested and -tensor.ndim <= dim < tensor.ndim
-
-
-def _size_to_pad(tensor: Tensor, dim: int) -> int:
-    return tensor.shape[dim] if _can_pad(tensor, dim) else _NOT_PADDED
 
 
 def _pad(tensor: Tensor, dim: int, longest: int, pad_index: int = 0, pad_first: bool = False) -> Tensor:

@@ -171,15 +171,11 @@ def memory_of(trace: Trace, layout: Layout) -> Parts:
     """
     passes = [_shard_moment(moment, trace, layout, is_step=False) for moment in trace.forward_backward]
     steps = [_shard_moment(moment, trace, layout, is_step=True) for moment in trace.step]
-    averaging = [_averaging_moment(steps[0], trace, layout)] if layout.averages_after_backward else []
-    return largest([*passes, *averaging, *steps])
-
-
-def _averaging_moment(moment: Parts, trace: Trace, layout: Layout) -> Parts:
-    """Returns the bytes while gradients are averaged, for which they are copied and concatenated."""
-    fractions = _fractions(trace, layout, trained=True)
-    averaged = max(fraction for fraction, ranks in fractions if ranks > 1)
-    return replace(moment, temporary=0, communication=COPIES_AVERAGED * averaged * trace.trained_bytes)
+    if layout.averages_after_backward:  # gradients are copied and concatenated
+        averaged = max(fraction for fraction, ranks in _fractions(trace, layout, trained=True) if ranks > 1)
+        copies = COPIES_AVERAGED * averaged * trace.trained_bytes
+        passes.append(replace(steps[0], temporary=0, communication=copies))
+    return largest([*passes, *steps])
 
 
 def _shard_moment(moment: Parts, trace: Trace, layout: Layout, *, is_step: bool) -> Parts:

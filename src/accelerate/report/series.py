@@ -96,15 +96,12 @@ class Series:
             column = columns[step // self.width] = Column()
             if sum(map(len, self.lines)) > MAX_COLUMNS:
                 column.add(point)
-                self._merge_columns()
+                # Columns are merged in pairs until half of them are left, but at least one per line.
+                while sum(map(len, self.lines)) > MAX_COLUMNS // 2:
+                    self.width *= 2
+                    self.lines = [_merged(columns) for columns in self.lines]
                 return
         column.add(point)
-
-    def _merge_columns(self) -> None:
-        """Merges columns in pairs until half of them are left, but at least one per line."""
-        while sum(map(len, self.lines)) > MAX_COLUMNS // 2:
-            self.width *= 2
-            self.lines = [_merged(columns) for columns in self.lines]
 
     def columns(self) -> Iterator[list[Column]]:
         """Yields the columns of each line, sorted by step."""
