@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate import torch_private
-from accelerate.base import AccelerateError, StateError, environ, wrong_value
+from accelerate.base import StateError, environ, wrong_value
 from accelerate.devices import DeviceBackend, clear_device_cache
 from accelerate.logging import get_logger
 from accelerate.ops import current_transport
@@ -50,10 +50,6 @@ _OUT_OF_MEMORY_MESSAGES = (
     "resource_exhausted",
 )
 """Parts of messages of allocators that run out of memory, in lower case."""
-
-
-class NoExecutableBatchSizeError(AccelerateError, RuntimeError):
-    """Error of a search in which even the smallest batch does not fit in memory."""
 
 
 def should_reduce_batch_size(exception: BaseException) -> bool:
@@ -108,10 +104,9 @@ def find_executable_batch_size(
 
     Raises:
         TypeError: `starting_batch_size` is not a whole number, or the caller passes a batch size.
-        NoExecutableBatchSizeError: At the call, if the size reaches zero. It is a `RuntimeError`.
         ConfigurationError: At the call, if `reduce_batch_size_fn` does not return a smaller size.
-        StateError: At the call, if another rank fails, or waits in a collective for one that ran out of
-            memory.
+        StateError: At the call, if the size reaches zero, or if another rank fails or waits in a collective
+            for one that ran out of memory. It is a `RuntimeError`.
     """
     if function is None:
         return functools.partial(
@@ -147,7 +142,7 @@ def find_executable_batch_size(
                 raise wrong_value("reduce_batch_size_fn", smaller, reason, fix)
             record_event("out_of_memory", f"the batch size is now {smaller}, and was {size}")
             size = smaller
-        raise NoExecutableBatchSizeError(
+        raise StateError(
             f"No executable batch size found, reached zero. `{_name(function)}` ran out of memory with every "
             f"size from {fitting} downwards.{reason and ' The last time: ' + reason}"
         )
