@@ -30,6 +30,7 @@ from accelerate.hooks.base import (
 )
 from accelerate.hooks.offload import (
     CpuOffload as CpuOffload,
+    StoredWeight as StoredWeight,
     UserCpuOffloadHook as UserCpuOffloadHook,
     align_hooks as align_hooks,
     align_module_device as align_module_device,
@@ -40,6 +41,7 @@ from accelerate.hooks.offload import (
     get_state_dict_offloaded_model as get_state_dict_offloaded_model,
     has_offloaded_params as has_offloaded_params,
     is_any_offloaded as is_any_offloaded,
+    read_weight as read_weight,
     stored_weights as stored_weights,
 )
 from accelerate.hooks.unloaded import is_unloaded as is_unloaded

@@ -343,7 +343,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
 
 
 class StoredWeight(NamedTuple):
-    """Weight of a model with offloaded parts."""
+    """Weight of a model with offloaded or partitioned parts."""
 
     shape: torch.Size  # shape of the weight
     dtype: torch.dtype  # dtype of its values
@@ -367,7 +367,12 @@ def stored_weights(model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Te
     }
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     check_values(tensors, "read", "No hook loads them. Load the model first.")
-    return weights, lambda weight: (weight.read() if isinstance(weight, StoredWeight) else weight).detach()
+    return weights, read_weight
+
+
+def read_weight(weight: Any) -> Tensor:
+    """Returns the values of a weight from `stored_weights`, without its graph."""
+    return (weight.read() if isinstance(weight, StoredWeight) else weight).detach()
 
 
 def _slots_by_name(model: nn.Module) -> dict[str, Slot]:

@@ -10,12 +10,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from accelerate import hooks
 from accelerate.base import MODEL_NAME, CheckpointError, ConfigurationError, wrong_value
 from accelerate.checkpointing import Change, CheckpointReader, Part, Payload, Stage, files_under, number
 from accelerate.logging import get_logger
@@ -361,14 +363,6 @@ def full_state_dict(engine: Any) -> dict[str, Any]:
     return copy_to_cpu(engine.module.state_dict())
 
 
-class PartitionedWeight(NamedTuple):
-    """Parameter that ZeRO stage 3 shards, with the shape of the whole parameter."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    parameter: nn.Parameter
-
-
 def whole_weights(engine: Any) -> tuple[dict[str, Any], Callable[[Any], Tensor]]:
     """Returns the weights of the model of an engine, and a function that gathers one of them on all ranks.
 
@@ -381,20 +375,18 @@ def whole_weights(engine: Any) -> tuple[dict[str, Any], Callable[[Any], Tensor]]
         )
     state = engine.module.state_dict(keep_vars=True)
     partitioned = {
-        id(value): PartitionedWeight(torch.Size(value.ds_shape), value.dtype, value)
+        id(value): hooks.StoredWeight(torch.Size(value.ds_shape), value.dtype, partial(_gather, value))
         for value in state.values()
         if hasattr(value, "ds_id")
     }
-    return {name: partitioned.get(id(value), value) for name, value in state.items()}, _gather_weight
+    return {name: partitioned.get(id(value), value) for name, value in state.items()}, hooks.read_weight
 
 
-def _gather_weight(weight: Any) -> Tensor:
-    if not isinstance(weight, PartitionedWeight):
-        return weight.detach()  # type: ignore[no-any-return]
+def _gather(parameter: nn.Parameter) -> Tensor:
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters([weight.parameter]):
-        return weight.parameter.detach().clone()  # DeepSpeed frees the gathered one
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()  # DeepSpeed frees the gathered one
 
 
 def copy_to_cpu(state: dict[str, Any]) -> dict[str, Any]:
