@@ -1,14 +1,15 @@
-"""Compilation of a model or its repeated blocks with `torch.compile`, and removal of wrappers."""
+"""Compilation of models or repeated blocks, removal of wrappers, and calls in place of torch functions."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from accelerate import torch_private
 from accelerate.base import DynamoBackend
@@ -27,6 +28,23 @@ PARALLEL_WRAPPERS = (
     ("torch.distributed.fsdp", "FullyShardedDataParallel"),
     ("deepspeed", "DeepSpeedEngine"),
 )
+
+
+class FunctionMode(TorchFunctionMode):
+    """Context in which a function is called in place of the functions of torch.
+
+    Args:
+        call: Returns the result of a function of torch for its arguments and keyword arguments.
+    """
+
+    def __init__(self, call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._call(func, args, kwargs or {})
 
 
 def compiler_for(plugin: TorchDynamoPlugin) -> Compiler:
@@ -111,14 +129,6 @@ def _is_compiled(module: nn.Module) -> bool:
 # Removal of wrappers
 
 
-@runtime_checkable
-class WrappedForward(Protocol):
-    """Callable in the `__dict__` of a model as `forward`, which can be removed."""
-
-    def restore(self, module: nn.Module) -> None:
-        """Restores the previous forward of the module."""
-
-
 def extract_model_from_parallel(
     model: Model, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Model:
@@ -173,9 +183,10 @@ def _restore_forward(model: nn.Module) -> None:
     attributes = vars(model)
     if "_original_forward" in attributes:  # stored by programs that wrap the forward
         attributes["forward"] = attributes.pop("_original_forward")
-    while isinstance(forward := attributes.get("forward"), WrappedForward):
-        forward.restore(model)
-    if getattr(forward, "__func__", None) is type(model).forward:
+    # The forward of mixed precision or of a recomputation has a method that restores the one before.
+    while (restore := getattr(attributes.get("forward"), "restore", None)) is not None:
+        restore(model)
+    if getattr(attributes.get("forward"), "__func__", None) is type(model).forward:
         del attributes["forward"]
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate import torch_private
@@ -336,30 +335,17 @@ class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
             if tensor.untyped_storage() is storage or tensor is changed:
                 del self.values[tensor]
 
-
-class ConversionMode(TorchFunctionMode):
-    """Torch function mode that converts fake tensors to text and arrays, with values of an `OperatorMode`."""
-
-    def __init__(self, operators: OperatorMode) -> None:
-        super().__init__()
-        self.operators = operators
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def convert(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls a function of torch, and converts fake tensors to text and arrays by their known values."""
         if getattr(func, "__name__", "") == "_pad_packed_sequence":
-            return _pad_packed(*args, **(kwargs or {}))
+            return _pad_packed(*args, **kwargs)
         if func is Tensor.data_ptr:  # of which code reads the alignment
             return 0
         if func not in CONVERSIONS or (func is Tensor.__format__ and args[0].ndim):
-            return func(*args, **(kwargs or {}))
-        value = self.operators.read(args[0].detach())
+            return func(*args, **kwargs)
+        value = self.read(args[0].detach())
         with torch_private.no_dispatch():
-            return func(value, *args[1:], **(kwargs or {}))
+            return func(value, *args[1:], **kwargs)
 
 
 def _pad_packed(

@@ -26,9 +26,10 @@ from accelerate.base import ConfigurationError, PreparationError, shortened, wro
 from accelerate.nested import iterate_tensors, recursively_apply
 from accelerate.planning.checks import check_loss, check_step
 from accelerate.planning.libraries import values_readable
-from accelerate.planning.operators import ConversionMode, OperatorMode
+from accelerate.planning.operators import OperatorMode
 from accelerate.planning.parts import Trace
 from accelerate.planning.recording import COLUMNS, Phase, Recording, Sizes
+from accelerate.wrappers import FunctionMode
 
 Copied = TypeVar("Copied")
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -330,7 +331,7 @@ def _run(step: Step, tracker: Any, operators: OperatorMode, master_ratio: float)
     for _ in range(2 if step.accumulates else 1):
         torch_private.skip_frozen_gradients(tracker, step.model)
         torch_private.replace_module_hooks(tracker, step.model)
-        with tracker, operators, ConversionMode(operators):
+        with tracker, operators, FunctionMode(operators.convert):
             loss = step.loss(step.model, step.batch)
             check_loss(loss)
             phases.append(moments.take())

@@ -43,7 +43,7 @@ from accelerate.strategies.axes.sequence_check import (
     unshard,
 )
 from accelerate.strategies.axes.sequence_shards import SequenceRanks, checked_buffers, consecutive
-from accelerate.strategies.axes.whole_losses import BlockLosses
+from accelerate.strategies.axes.whole_losses import block_losses
 from accelerate.strategies.layer import Layer
 from accelerate.strategies.tolerances import must_compare
 
@@ -163,7 +163,7 @@ def _with_checked_attention(
     group, size = mesh.get_group(), next(iter(sizes))[1]
     shards = consecutive(SequenceRanks(group, group), mesh.get_local_rank(), (size,) * mesh.size())
     with checks_enabled(buffers, dims) as sequences, context, torch_private.attention_replaced(attend):
-        with attention, BlockLosses(shards, sums):
+        with attention, block_losses(shards, sums):
             yield
         if sequences.model is not None and not attention.calls:
             raise ConfigurationError(

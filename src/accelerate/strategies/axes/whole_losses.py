@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from accelerate.base import ConfigurationError
 from accelerate.strategies.axes.head_exchange import sum_over
 from accelerate.strategies.axes.partial_sums import PartialSums
 from accelerate.strategies.axes.sequence_shards import SequenceShards
 from accelerate.strategies.axes.sharded_forwards import sequence_state
+from accelerate.wrappers import FunctionMode
 
 _NAMES = (
     "input",
@@ -108,29 +108,24 @@ def refuse_whole_labels(arguments: Mapping[str, Any], shards: SequenceShards) ->
         )
 
 
-class BlockLosses(TorchFunctionMode):
-    """Mode in which a mean of `cross_entropy` over positions of this rank is that over whole sequences.
+def block_losses(shards: SequenceShards, sums: PartialSums) -> FunctionMode:
+    """Returns a mode in which a mean of `cross_entropy` over positions is that over whole sequences.
 
     Args:
         sums: Watches other sums over positions.
     """
 
-    def __init__(self, shards: SequenceShards, sums: PartialSums) -> None:
-        super().__init__()
-        self._shards, self._sums = shards, sums
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in LOSSES and not sequence_state().depth:
             arguments = named_arguments(args, kwargs)
-            refuse_whole_labels(arguments, self._shards)
+            refuse_whole_labels(arguments, shards)
             if arguments.get("reduction", "mean") == "mean":
-                return whole_loss(func, arguments, self._shards)
+                return whole_loss(func, arguments, shards)
         output = func(*args, **kwargs)
         if func is torch.nn.functional.kl_div and kwargs.get("reduction") == "batchmean" and args[0].ndim > 2:
-            (total,) = sum_over(self._shards, output)
-            return _with_value(output * len(self._shards.sizes), total)
-        self._sums.watch(func, args, kwargs, output, self._shards.own)
+            (total,) = sum_over(shards, output)
+            return _with_value(output * len(shards.sizes), total)
+        sums.watch(func, args, kwargs, output, shards.own)
         return output
+
+    return FunctionMode(call)

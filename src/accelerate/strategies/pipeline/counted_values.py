@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from accelerate import torch_private
 from accelerate.strategies.axes import whole_losses
 from accelerate.strategies.pipeline.microbatches import MicroBatch
+from accelerate.wrappers import FunctionMode
 
 IGNORED = (-100, 0)
 """Labels that losses ignore by default, and those that padding has by default."""
@@ -60,7 +60,7 @@ class CountedValues:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Records the integers that losses ignore, or with which masks are computed, inside the block."""
-        with _IgnoredValues(self._add):
+        with FunctionMode(partial(_call_and_note, self._add)):
             yield
 
     def _add(self, value: int) -> None:
@@ -156,27 +156,16 @@ def _difference_of(key: Key, counts: Sequence[float], sizes: Sequence[int]) -> _
     return _Difference(key, spread, {fewest, most})
 
 
-class _IgnoredValues(TorchFunctionMode):
-    """Context in which a function gets the integers that losses ignore, or that are compared with tensors."""
-
-    def __init__(self, add: Callable[[int], None]) -> None:
-        super().__init__()
-        self._add = add
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in whole_losses.LOSSES:
-            self._add(int(whole_losses.named_arguments(args, kwargs).get("ignore_index", -100)))
-        elif getattr(func, "__name__", "") in _COMPARISONS:
-            operands = (*args, *kwargs.values())
-            numbers = [each for each in operands if type(each) is int]
-            if any(isinstance(each, Tensor) and not each.is_floating_point() for each in operands):
-                for number in numbers:
-                    self._add(number)
-        return func(*args, **kwargs)
+def _call_and_note(
+    add: Callable[[int], None], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Calls a function of torch, and adds integers that a loss ignores, or that are compared with tensors."""
+    if func in whole_losses.LOSSES:
+        add(int(whole_losses.named_arguments(args, kwargs).get("ignore_index", -100)))
+    elif getattr(func, "__name__", "") in _COMPARISONS:
+        operands = (*args, *kwargs.values())
+        numbers = [each for each in operands if type(each) is int]
+        if any(isinstance(each, Tensor) and not each.is_floating_point() for each in operands):
+            for number in numbers:
+                add(number)
+    return func(*args, **kwargs)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from accelerate import rng, torch_private
 from accelerate.base import ConfigurationError, PreparationError, StateError
@@ -34,6 +33,7 @@ from accelerate.strategies.pipeline.tracing import (
     restored_attributes,
 )
 from accelerate.strategies.views import identical
+from accelerate.wrappers import FunctionMode
 
 _OWNER = "_pipeline_of_submodule"
 """Attribute of submodules and of the model, with the function that replaces their `__call__`."""
@@ -135,23 +135,6 @@ def _set_values(replaced: Sequence[Any], received: Sequence[Tensor]) -> None:
         if new.requires_grad and torch.is_grad_enabled():
             old.data = new.detach()
             old.requires_grad_()
-
-
-class ReceivedTensors(TorchFunctionMode):
-    """Context in which functions of torch get the tensors that a stage has received."""
-
-    def __init__(self, run: StageRun) -> None:
-        super().__init__()
-        self._stage = run
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return self._stage.call_function(func, args, kwargs or {})
 
 
 class StageEnd(Exception):
@@ -362,7 +345,7 @@ class PipelineModel:
         # Code of the model may change a received tensor in place, which a leaf does not allow.
         self._run = run = StageRun(stage, trace, [identical(tensor) for tensor in received])
         try:
-            with ReceivedTensors(run) if trace.uses_received else nullcontext():
+            with FunctionMode(run.call_function) if trace.uses_received else nullcontext():
                 outputs = self.forward(args, kwargs)
             return run.replace_received(outputs)
         except StageEnd as end:
