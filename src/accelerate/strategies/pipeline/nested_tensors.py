@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from accelerate import torch_private
 from accelerate.base import PreparationError
-
-
-class TensorSpec(NamedTuple):
-    """Shape and dtype of a tensor."""
-
-    shape: torch.Size
-    dtype: torch.dtype
+from accelerate.nested import TensorInformation
 
 
 def signature_of(values: object) -> tuple[Any, ...]:
@@ -72,16 +66,14 @@ def tensors_in(values: Any) -> list[Tensor]:
 def specs_of(values: object) -> Any:
     """Returns nested values with specs in place of tensors."""
     leaves, tree = flatten(values)
-    specs = [TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    specs = [
+        TensorInformation(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+    ]
     return torch_private.pytree.tree_unflatten(specs, tree)
 
 
 def to_zeros(specs: object, device: torch.device) -> Any:
     """Returns a value with zeros in place of specs."""
-    return torch_private.pytree.tree_map(
-        lambda spec: (
-            torch.zeros(spec.shape, dtype=spec.dtype, device=device) if isinstance(spec, TensorSpec) else spec
-        ),
-        specs,
-        is_leaf=lambda value: isinstance(value, TensorSpec),
+    return torch_private.pytree.tree_map_only(
+        TensorInformation, lambda spec: torch.zeros(spec.shape, dtype=spec.dtype, device=device), specs
     )

@@ -42,7 +42,9 @@ def whole_reference(structure: nn.Module, pipeline: Pipeline) -> Iterator[nn.Mod
         **dict(reference.named_parameters(remove_duplicate=False)),
         **dict(reference.named_buffers(remove_duplicate=False)),
     }
-    trained, filled = _trained_names(pipeline), set[int]()
+    own = [name for name, p in named_parameters(pipeline.model.model).items() if p.requires_grad]
+    trained = {name for names in gather_in_group(own, pipeline.group) for name in names}
+    filled: set[int] = set()
     weights, send = whole_weights(pipeline)
     with torch.no_grad():
         for name, weight in weights.items():
@@ -183,14 +185,13 @@ def changed_names(
     """Yields the names of values that change with each micro-batch, to others than after the whole batch."""
     for name, value in last.items():
         others = [state.get(name, torch.zeros(())) for state in (first, whole)]
-        if all(value.shape != other.shape or not _is_close(value, other) for other in others):
+        number, others = as_real(value).double(), [as_real(other).double() for other in others]
+        if not any(
+            number.shape == other.shape
+            and torch.allclose(number, other, rtol=1e-3, atol=1e-6, equal_nan=True)
+            for other in others
+        ):
             yield name
-
-
-def _is_close(value: Tensor, other: Tensor) -> bool:
-    return torch.allclose(
-        as_real(value).double(), as_real(other).double(), rtol=1e-3, atol=1e-6, equal_nan=True
-    )
 
 
 def warn_of_state(model: nn.Module, parts: Sequence[MicroBatch], names: Sequence[str]) -> None:
@@ -210,9 +211,3 @@ def _device_for(device: torch.device, model: nn.Module) -> torch.device:
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     fits = backend.is_host or backend.free_memory(device.index or 0) > 3 * size
     return device if fits else torch.device("cpu")
-
-
-def _trained_names(pipeline: Pipeline) -> set[str]:
-    """Returns the names of the parameters that are trained on some rank of the pipeline."""
-    own = [name for name, p in named_parameters(pipeline.model.model).items() if p.requires_grad]
-    return {name for names in gather_in_group(own, pipeline.group) for name in names}

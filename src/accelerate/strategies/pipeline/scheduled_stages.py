@@ -17,10 +17,11 @@ from torch.distributed.pipelining import schedules
 
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, PreparationError, StateError, listed, wrong_value
+from accelerate.nested import TensorInformation
 from accelerate.ops import gather_in_group
 from accelerate.plugins import SCHEDULES, PipelineConfig
 from accelerate.strategies.pipeline.microbatches import MicroBatch, zero_loss
-from accelerate.strategies.pipeline.nested_tensors import TensorSpec, signature_of
+from accelerate.strategies.pipeline.nested_tensors import signature_of
 from accelerate.strategies.pipeline.split import split_model
 from accelerate.strategies.pipeline.stages import PipelineModel, StageModule
 from accelerate.strategies.pipeline.tracing import Trace
@@ -196,7 +197,7 @@ class ScheduledStages:
         if known is not None and known[0] == boundaries:
             return known[1]
         num_stages, count = len(self._ranks), len(self._current_traces)
-        loss = (TensorSpec(torch.Size(()), torch.float32),)
+        loss = (TensorInformation(torch.Size(()), torch.float32),)
         stages = [
             torch_private.UnevenPipelineStage(
                 module,
@@ -222,7 +223,12 @@ class ScheduledStages:
             kind = schedules.get_schedule_class(name)
             is_single = issubclass(kind, schedules.PipelineScheduleSingle)
             try:
-                return kind(stages[0] if is_single else stages, count, loss_fn=_output, scale_grads=False)
+                return kind(
+                    stages[0] if is_single else stages,
+                    count,
+                    loss_fn=lambda output, target: output,  # of the last stage, which is the loss
+                    scale_grads=False,
+                )
             except ValueError as error:
                 reason = error
         raise ConfigurationError(
@@ -263,14 +269,9 @@ def settings_of(containers: Sequence[nn.Module]) -> list[dict[str, Any]]:
     ]
 
 
-def _zeros_from(spec: TensorSpec, nothing: Tensor, device: torch.device) -> Tensor:
+def _zeros_from(spec: TensorInformation, nothing: Tensor, device: torch.device) -> Tensor:
     """Returns zeros that have a gradient if a tensor of that kind may have one."""
     zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
     if not spec.dtype.is_floating_point or not torch.is_grad_enabled():
         return zeros
     return zeros + nothing if nothing.requires_grad else zeros.requires_grad_()
-
-
-def _output(output: Tensor, target: Tensor) -> Tensor:
-    """Returns the output of the last stage, which is the loss."""
-    return output

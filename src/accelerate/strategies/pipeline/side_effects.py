@@ -15,33 +15,23 @@ OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers"}
 """Attributes that torch adds to each module, without those with weights."""
 
 
-class SideEffects:
-    """Changes by the forwards of layers.
+def observe(name: str, module: nn.Module, changes: dict[str, None]) -> None:
+    """Adds each change by the forwards of a module to `changes` from now on, once and in order."""
+    known: dict[str, Any] = {}
 
-    Attributes:
-        texts: Each change once, in the order of the forward.
-    """
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        nonlocal known
+        known = dict(_values_of(name, module, args, kwargs))
 
-    def __init__(self) -> None:
-        self.texts: dict[str, None] = {}
-        self._before: dict[nn.Module, Mapping[str, Any]] = {}
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: object) -> None:
+        nonlocal known
+        for text, value in _values_of(name, module, args, kwargs):
+            if not _is_same(known.get(text), value):
+                changes[text] = None
+        known = {}  # frees the values
 
-    def observe(self, name: str, module: nn.Module) -> None:
-        """Records what the forwards of a module change from now on."""
-
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            self._before[module] = dict(_values_of(name, module, args, kwargs))
-
-        def after(
-            module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: object
-        ) -> None:
-            known = self._before.pop(module, {})
-            for text, value in _values_of(name, module, args, kwargs):
-                if not _is_same(known.get(text), value):
-                    self.texts[text] = None
-
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after, with_kwargs=True, prepend=True)
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, with_kwargs=True, prepend=True)
 
 
 def _values_of(

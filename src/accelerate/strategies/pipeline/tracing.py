@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from accelerate import planning, torch_private
 from accelerate.base import PreparationError, listed
+from accelerate.nested import TensorInformation
 from accelerate.strategies.pipeline.nested_tensors import (
-    TensorSpec,
     flatten,
     signature_of,
     specs_of,
@@ -83,7 +83,7 @@ class Boundary(NamedTuple):
 
     positions: tuple[int, ...]
     keys: tuple[TensorKey, ...]
-    specs: tuple[TensorSpec, ...]
+    specs: tuple[TensorInformation, ...]
 
 
 @dataclass
@@ -214,7 +214,7 @@ class Tracer(TorchFunctionMode):
         self._placeholders = placeholders
         self._stage_of: dict[int, tuple[Tensor, int]] = {}  # id -> tensor from submodules, and its stage
         self._key_of: dict[int, TensorKey] = {}
-        self._kept: list[dict[TensorKey, TensorSpec]] = [{} for _ in split.starts]  # of each boundary
+        self._kept: list[dict[TensorKey, TensorInformation]] = [{} for _ in split.starts]  # of each boundary
         self._functions = FunctionCounter()
         self._received: Replacements = {}
         self._outputs = outputs
@@ -301,7 +301,7 @@ class Tracer(TorchFunctionMode):
         self._keep(sent, where)
         _refuse_complex(sent, where)
         self.stage += 1
-        specs = [TensorSpec(tensor.shape, tensor.dtype) for tensor in sent]
+        specs = [TensorInformation(tensor.shape, tensor.dtype) for tensor in sent]
         self.trace.boundaries.append(Boundary(tuple(positions), (), tuple(specs)))
         received = [to_zeros(spec, self._device) for spec in specs]
         self._mark(received)
@@ -416,7 +416,7 @@ class Tracer(TorchFunctionMode):
                 )
             _refuse_complex([tensor], where)
             for boundary in self._kept[stage : self.stage]:
-                boundary[key] = TensorSpec(tensor.shape, tensor.dtype)
+                boundary[key] = TensorInformation(tensor.shape, tensor.dtype)
 
     def finish(self, outputs: object) -> Trace:
         """Returns the trace of a forward with these outputs."""

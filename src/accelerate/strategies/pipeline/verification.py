@@ -41,7 +41,7 @@ from accelerate.strategies.pipeline.reference import (
     whole_reference,
 )
 from accelerate.strategies.pipeline.runner import Pipeline
-from accelerate.strategies.pipeline.side_effects import SideEffects
+from accelerate.strategies.pipeline.side_effects import observe
 from accelerate.strategies.tolerances import TOLERANCES, as_real, relative_difference, tolerance_of
 
 SCALE = 2.0**7
@@ -61,25 +61,18 @@ class LayerCall(NamedTuple):
     stage: int
 
 
-class LayerOutput(NamedTuple):
-    """Output of a layer in a forward."""
-
-    name: str
-    tensors: list[Tensor]
-
-
 class Computation(NamedTuple):
     """Values of micro-batches, of which a rank of a pipeline has some.
 
     Attributes:
-        layers: Output of each call of a layer by the index of the micro-batch and its position.
+        layers: Name and output of each called layer, by the index of the micro-batch and the position.
         outputs: Tensors in the outputs of the model by the index of the micro-batch.
         losses: Parts of the micro-batches in the loss of the batch.
         gradients: Gradients by the name of the parameter.
         changes: What layers change besides their outputs, on one rank.
     """
 
-    layers: dict[tuple[int, int], LayerOutput]
+    layers: dict[tuple[int, int], tuple[str, list[Tensor]]]
     outputs: dict[int, list[Tensor]]
     losses: list[Tensor]
     gradients: dict[str, Tensor]
@@ -238,15 +231,14 @@ class Verification:
     ) -> Iterator[Difference]:
         """Yields the differences of this rank, those of layers first."""
         relative = self._tolerance.relative
-        for (index, position), layer in found.layers.items():
-            other = expected.layers.get((index, position))
-            if other is None or other.name != layer.name:
-                name = "no layer" if other is None else other.name
-                text = f"calls {layer.name} where the model on one rank calls {name}"
+        for (index, position), (name, tensors) in found.layers.items():
+            other, expected_tensors = expected.layers.get((index, position), ("no layer", []))
+            if other != name:
+                text = f"calls {name} where the model on one rank calls {other}"
                 yield Difference((0, position, index), text)
                 continue
-            for difference in _all_differences(layer.tensors, other.tensors, relative):
-                text = f"computes another output of {layer.name} (relative difference {difference:.1e})"
+            for difference in _all_differences(tensors, expected_tensors, relative):
+                text = f"computes another output of {name} (relative difference {difference:.1e})"
                 yield Difference((0, position, index), text)
         if found.losses:
             values, right = (torch.stack(each.losses).sum() for each in (found, expected))
@@ -361,17 +353,17 @@ def _compute(
     reference: nn.Module, pipeline: Pipeline, parts: Sequence[MicroBatch], finisher: Finisher | None = None
 ) -> Computation:
     """Returns what the model on one rank computes."""
-    effects = SideEffects()
-    result = Computation({}, {}, [], {}, effects.texts)
+    changes: dict[str, None] = {}
+    result = Computation({}, {}, [], {}, changes)
     finish = finisher and finisher(parts, scale=lambda loss: loss, losses=result.losses, compared={0, 1})
-    outputs_of_forward: list[LayerOutput] = []
+    outputs_of_forward: list[tuple[str, list[Tensor]]] = []
 
     def record(name: str, module: nn.Module, args: tuple[Any, ...], outputs: object) -> None:
-        outputs_of_forward.append(LayerOutput(name, _copies(outputs)))
+        outputs_of_forward.append((name, _copies(outputs)))
 
     for submodule in pipeline.model.split.submodules:
         name = submodule.names[0]
-        effects.observe(name, reference.get_submodule(name))
+        observe(name, reference.get_submodule(name), changes)
         if submodule.has_parameters:
             reference.get_submodule(name).register_forward_hook(partial(record, name))
     for index, part in enumerate(parts):
@@ -406,7 +398,7 @@ def _compute_in_pipeline(
     def record(module: nn.Module, args: tuple[Any, ...], outputs: object) -> None:
         if waiting:
             index, call = waiting.pop(0)
-            result.layers[index, call.position] = LayerOutput(call.name, _copies(outputs))
+            result.layers[index, call.position] = call.name, _copies(outputs)
 
     def compute(stage: int, original: Callable[..., Any], received: object, index: int) -> Any:
         waiting[:] = [(index, call) for call in calls[index] if call.stage == stage]
