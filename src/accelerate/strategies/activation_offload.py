@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -208,13 +208,6 @@ class BlockInputs:
         return tensor.take(keeps=tensor in earlier)
 
 
-class Saved(NamedTuple):
-    """Value that autograd saves in place of a tensor."""
-
-    inputs: BlockInputs
-    tensor: OffloadedTensor
-
-
 class ActivationOffload:
     """Offload of the inputs of the blocks of a model.
 
@@ -266,12 +259,13 @@ class ActivationOffload:
         is_kept = isinstance(tensor, nn.Parameter) or not self._transfer.accepts(tensor)
         return tensor if is_kept else torch_private.version_counter(tensor)
 
-    def _pack(self, inputs: BlockInputs, tensor: Tensor) -> Tensor | Saved:
+    def _pack(self, inputs: BlockInputs, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        """Returns what autograd saves, which is the tensor or a function that returns it."""
         if not (self._transfer.accepts(tensor) and is_offloadable(tensor)):
             return tensor
         offloaded = self._offload(tensor)
         inputs.add(offloaded)
-        return Saved(inputs, offloaded)
+        return partial(inputs.take, offloaded)
 
     def _offload(self, tensor: Tensor) -> OffloadedTensor:
         version = torch_private.in_place_version(tensor)
@@ -311,5 +305,5 @@ def _no_inputs() -> None:
     return None
 
 
-def _unpack(saved: Tensor | Saved) -> Tensor:
-    return saved if isinstance(saved, Tensor) else saved.inputs.take(saved.tensor)
+def _unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved()

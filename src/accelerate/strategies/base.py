@@ -242,9 +242,8 @@ class Strategy:
                 "skip_nonfinite_updates", True, "the engine of this run holds the gradients", "Leave it out"
             )
         scaler = self.precision.scaler
-        if scaler is not None and (
-            _divides_models(self) or _any_distributed(list(_parameters_of(optimizer)))
-        ):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if scaler is not None and (_divides_models(self) or _any_distributed(parameters)):
             torch_private.unscale_shards(scaler)
         prepared = AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=scaler)
         if self.replicas > 1:
@@ -432,10 +431,6 @@ def payloads_of_engine(names: Iterable[str], topology: Topology) -> list[Payload
 
 def keep_file(content: object, path: Path) -> None:
     """Writes nothing, because the file exists already."""
-
-
-def _parameters_of(optimizer: Any) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _divides_models(strategy: Strategy) -> bool:

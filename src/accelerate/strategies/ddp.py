@@ -405,7 +405,11 @@ class DataParallel(Strategy):
         joined = [obj for obj in inner if isinstance(obj, Joinable)]
         if joined:
             return Join(list(dict.fromkeys(joined)))
-        trained = [type(obj).__name__ for obj in joinables if not _is_frozen(obj)]
+        trained = [
+            type(obj).__name__
+            for obj in joinables
+            if not isinstance(obj, nn.Module) or any(p.requires_grad for p in obj.parameters())
+        ]
         if trained:
             logger.warning_once(
                 f"join_uneven_inputs joins nothing: none of {listed(trained)} is a model that `prepare` "
@@ -417,10 +421,6 @@ class DataParallel(Strategy):
         """Returns the replica in a model, or the prepared replica around it, or None."""
         replicas = filter(None, map(_replica, self.session.prepared.models))
         return _replica(model) or next((replica for replica in replicas if replica.module is model), None)
-
-
-def _is_frozen(obj: object) -> bool:
-    return isinstance(obj, nn.Module) and not any(p.requires_grad for p in obj.parameters())
 
 
 def _mean_unless_joining(strategy: ref[DataParallel], loss: torch.Tensor) -> Any:

@@ -42,8 +42,11 @@ def documents_of(batch: object, boundaries: object = None) -> Tensor | None:
     if documents is None:
         named = [values[name] for name in (*LENGTHS, *DOCUMENTS) if isinstance(values.get(name), Tensor)]
         documents = _given(named[0], rows, length) if named else _from_masks(values)
-    if documents is None and isinstance(positions := values.get("position_ids"), Tensor):
-        documents = _from_positions(positions.expand(rows, length)) if positions.ndim <= 2 else None
+    positions = values.get("position_ids")
+    if documents is None and isinstance(positions, Tensor) and positions.ndim <= 2:
+        positions = positions.expand(rows, length)
+        begins = positions[:, 1:] <= positions[:, :-1]
+        documents = F.pad(begins.long().cumsum(1), (1, 0))
     mask = values.get("attention_mask")
     if documents is not None and isinstance(mask, Tensor) and mask.shape == documents.shape:
         documents = documents.masked_fill(mask == 0, NONE)
@@ -95,12 +98,6 @@ def _from_masks(values: Mapping[str, Any]) -> Tensor | None:
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point():
         return None
     return mask if mask.dtype != torch.bool and int(mask.max()) > 1 else None
-
-
-def _from_positions(positions: Tensor) -> Tensor:
-    """Returns documents that begin where positions do not increase."""
-    begins = positions[:, 1:] <= positions[:, :-1]
-    return F.pad(begins.long().cumsum(1), (1, 0))
 
 
 def has_several(documents: Tensor | None) -> bool:

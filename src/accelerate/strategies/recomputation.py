@@ -140,8 +140,8 @@ class BudgetedForward:
         """Registers the hook on a prepared model, so that it runs before those of wrappers."""
         self.handle = prepared.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
 
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _no_hook, ()
+    def __reduce__(self) -> tuple[type[partial[None]], tuple[Callable[..., None]]]:
+        return partial, (_skip,)  # copies of a prepared model have a hook without effect
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not (module.training and torch.is_grad_enabled()):
@@ -204,11 +204,6 @@ def _agree(strategy: Strategy, choose: Callable[[], Choice]) -> Choice:
         raise failures[0]
     strictest: Choice = max(outcomes, key=lambda choice: (choice[0], choice[2]))
     return strictest
-
-
-def _no_hook() -> Callable[..., None]:
-    """Returns a hook without effect, which copies of a prepared model have."""
-    return _skip
 
 
 def _skip(*args: Any) -> None:

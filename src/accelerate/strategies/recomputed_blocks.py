@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from accelerate import planning, torch_private
@@ -30,9 +29,10 @@ from accelerate.strategies.module_state import (
     attributes_of,
     has_replaced_parameters,
 )
-from accelerate.strategies.recomputed_values import ComparedForward, check_of
+from accelerate.strategies.recomputed_values import check_of, compared
 from accelerate.strategies.request import Context
 from accelerate.strategies.tolerances import must_compare
+from accelerate.wrappers import FunctionMode
 
 if TYPE_CHECKING:
     from accelerate.parallelism_config import ParallelismConfig
@@ -114,7 +114,7 @@ class RecomputedForward:
         if check is None or not self._compares_outputs:
             return self._checkpoint(self.run, args, kwargs, check)
         with set_checkpoint_early_stop(False):
-            return self._checkpoint(ComparedForward(self.run, name), args, kwargs, check)
+            return self._checkpoint(compared(self.run, name), args, kwargs, check)
 
     def _checkpoint(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], check: str | None
@@ -194,26 +194,20 @@ def _is_of_program(value: object) -> bool:
     return hasattr(value, "__dict__") and not is_known
 
 
-class _NotedGenerators(TorchFunctionMode):
-    """Context that finds the generators from which a block draws, besides those of its modules.
+def _call_and_note(
+    before: ModuleState, generators: list[torch.Generator], func: Any, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Calls a function of torch, and notes a generator from which it draws, besides those of modules.
 
     Args:
         before: State from before the forward, to which the states of these generators are added.
         generators: List to which they are added.
     """
-
-    def __init__(self, before: ModuleState, generators: list[torch.Generator]) -> None:
-        super().__init__()
-        self._before, self._generators = before, generators
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        generator = (kwargs or {}).get("generator")
-        is_own = generator is not torch.default_generator  # whose state torch restores
-        if isinstance(generator, torch.Generator) and is_own and self._before.add_generator(generator):
-            self._generators.append(generator)
-        return func(*args, **(kwargs or {}))
+    generator = kwargs.get("generator")
+    is_own = generator is not torch.default_generator  # whose state torch restores
+    if isinstance(generator, torch.Generator) and is_own and before.add_generator(generator):
+        generators.append(generator)
+    return func(*args, **kwargs)
 
 
 def _contexts_with_state(
@@ -233,7 +227,7 @@ def _contexts_with_state(
     forward, recomputation = context_fn()
     if context_fn is not noop_context_fn and not torch.compiler.is_compiling():
         forward, recomputation = _Uncached(forward), _Uncached(recomputation)
-    draws = _NotedGenerators(before, generators) if is_first else nullcontext()
+    draws = FunctionMode(partial(_call_and_note, before, generators)) if is_first else nullcontext()
     checked = _checked_forward(block, before, forward, versions, draws)
     return checked, RestoredState(block, before, recomputation, versions, generators)
 

@@ -91,24 +91,24 @@ class SavedTensor:
     __hash__ = None  # type: ignore[assignment]
 
 
-class ComparedForward:
-    """Forward of a block that raises an error if its recomputation returns other outputs.
+def compared(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Returns the forward of a block that raises an error if its recomputation returns other outputs.
 
     The tensors that a block keeps may end before the operator that uses a value which has changed.
     """
+    expected: list[SavedTensor] | None = None
 
-    def __init__(self, forward: Callable[..., Any], name: str) -> None:
-        self._forward, self._name = forward, name
-        self._expected: list[SavedTensor] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self._forward(*args, **kwargs)
-        found = [SavedTensor(self._name, each) for each in iterate_tensors(outputs) if each.requires_grad]
-        if self._expected is None:
-            self._expected = found
-        elif self._expected != found:
-            self._expected[0].refuse()
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal expected
+        outputs = forward(*args, **kwargs)
+        found = [SavedTensor(name, each) for each in iterate_tensors(outputs) if each.requires_grad]
+        if expected is None:
+            expected = found
+        elif expected != found:
+            expected[0].refuse()
         return outputs
+
+    return run
 
 
 def _elements_of(tensor: Tensor) -> list[float] | None:

@@ -57,13 +57,6 @@ class ShardedSequences:
         self.checked = {}
 
 
-class AttentionWindow(NamedTuple):
-    """Number of positions that a layer attends to, and the field that it is read from."""
-
-    field: str
-    size: int
-
-
 @contextmanager
 def checks_enabled(buffers: Iterable[Tensor], dims: Iterable[int]) -> Iterator[ShardedSequences]:
     """Enables the checks of models inside the block, in which the buffers are sharded."""
@@ -84,7 +77,7 @@ def checks_enabled(buffers: Iterable[Tensor], dims: Iterable[int]) -> Iterator[S
 def check_masks(model: nn.Module) -> None:
     """Adds forward pre-hooks that raise an error for attention that context parallelism does not compute."""
     for name, module in model.named_modules():
-        if _is_attention(name, module):
+        if name.endswith("self_attn") or (hasattr(module, "is_causal") and hasattr(module, "layer_idx")):
             hook: Callable[..., Any] = partial(_check_layer, name, config_of(module) or config_of(model))
             module.register_forward_pre_hook(hook, with_kwargs=True)
             module.register_forward_hook(_leave_layer)
@@ -93,10 +86,6 @@ def check_masks(model: nn.Module) -> None:
         if {"input_ids", "attention_mask"} <= set(names):
             hook = partial(_check_inputs, name or type(module).__name__, names, _counts_positions(module))
             module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _is_attention(name: str, module: nn.Module) -> bool:
-    return name.endswith("self_attn") or (hasattr(module, "is_causal") and hasattr(module, "layer_idx"))
 
 
 def _names_of_inputs(module: nn.Module) -> list[str]:
@@ -127,8 +116,11 @@ def _refuse(name: str, problem: str, fix: str = FIX, reason: str = REASON) -> Co
 # Layers
 
 
-def window_of(layer: nn.Module, config: Any) -> AttentionWindow | None:
-    """Returns the window of an attention layer, or None if it attends to whole sequences."""
+def window_of(layer: nn.Module, config: Any) -> tuple[str, int] | None:
+    """Returns the window of an attention layer, or None if it attends to whole sequences.
+
+    The window is the field that it is read from, and the number of positions that the layer attends to.
+    """
     index, kinds = getattr(layer, "layer_idx", None), getattr(config, "layer_types", None)
     if kinds and isinstance(index, int) and index < len(kinds):
         kind = kinds[index]
@@ -136,7 +128,7 @@ def window_of(layer: nn.Module, config: Any) -> AttentionWindow | None:
             return None
         fields = next((fields for part, fields in WINDOWS.items() if part in kind), ())
         windows = _windows(layer, fields) or _windows(config, fields)
-        return windows[0] if windows else AttentionWindow(f"layer_types[{index}]={kind!r}", 0)
+        return windows[0] if windows else (f"layer_types[{index}]={kind!r}", 0)
     if getattr(layer, "is_sliding", None) is False or _uses_no_window(config, index):
         return None
     for fields in WINDOWS.values():
@@ -146,10 +138,10 @@ def window_of(layer: nn.Module, config: Any) -> AttentionWindow | None:
     return None
 
 
-def _windows(holder: Any, fields: Iterable[str]) -> list[AttentionWindow]:
+def _windows(holder: Any, fields: Iterable[str]) -> list[tuple[str, int]]:
     sizes = {field: getattr(holder, field, None) for field in fields}
     return [
-        AttentionWindow(f"{field}={size}", size)
+        (f"{field}={size}", size)
         for field, size in sizes.items()
         if isinstance(size, int) and not isinstance(size, bool) and size > 0
     ]
@@ -172,9 +164,9 @@ def _check_layer(
         return None
     sequences.layer = name, config
     window = window_of(layer, config)
-    if window is not None and window.size < length:
+    if window is not None and window[1] < length:
         kind = type(config).__name__ if config is not None else type(layer).__name__
-        problem = f"attends to a part of sequences of {length} by {window.field} of {kind}"
+        problem = f"attends to a part of sequences of {length} by {window[0]} of {kind}"
         raise _refuse(name, problem, f"{FIX}; a window that is no shorter than the sequence is fine")
     chosen = getattr(config, "_attn_implementation", None)
     if chosen not in (None, "sdpa"):

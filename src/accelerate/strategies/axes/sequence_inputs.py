@@ -232,7 +232,8 @@ def completed(inputs: Inputs, model: nn.Module, part: nn.Module, length: int) ->
         inputs = inputs.added(attention_mask=first.new_ones(first.shape[0], length, dtype=torch.long))
     labels = inputs.get("labels")
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    if isinstance(labels, Tensor) and not inputs.has("shift_labels") and takes_all and _shifts(part):
+    shifts = getattr(getattr(part, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+    if isinstance(labels, Tensor) and not inputs.has("shift_labels") and takes_all and shifts:
         shifted = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
         inputs = inputs.added(shift_labels=shifted)
     return inputs
@@ -247,8 +248,3 @@ def without_cache(outputs: Any) -> Any:
         kind: Any = type(outputs)
         return kind(**{name: value for name, value in outputs.items() if name != "past_key_values"})
     return outputs
-
-
-def _shifts(part: Any) -> bool:
-    """Returns whether the loss of a model predicts the label of the next position."""
-    return getattr(getattr(part, "loss_function", None), "__name__", "") == "ForCausalLMLoss"

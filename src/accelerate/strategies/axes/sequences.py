@@ -62,7 +62,7 @@ from accelerate.strategies.axes.sharded_forwards import (
 )
 from accelerate.strategies.axes.trainer_batches import count_whole_batches
 from accelerate.strategies.axes.whole_check import Checked, OutputDims, check_forward
-from accelerate.strategies.axes.whole_losses import BlockLosses
+from accelerate.strategies.axes.whole_losses import block_losses
 from accelerate.strategies.layer import Layer
 from accelerate.strategies.tolerances import must_compare
 
@@ -133,7 +133,7 @@ class SequenceAxis(Layer):
             shapes = [list(each.shape) for each in tensors]
             raise wrong_value("buffers", shapes, reason, "Pass longer sequences, or choose smaller sizes")
         not_restored = {id(each) for each in no_restore_buffers or ()}
-        return _in_shards(BlockLosses(shards, self._sums), shards, tensors, dims, not_restored)
+        return _in_shards(block_losses(shards, self._sums), shards, tensors, dims, not_restored)
 
     def joined(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Returns inputs with whole sequences, if they are those of this rank in a block."""
@@ -398,7 +398,7 @@ def _length_of_buffers(buffers: list[Tensor], dims: list[int]) -> int:
 
 @contextmanager
 def _in_shards(
-    losses: BlockLosses,
+    losses: AbstractContextManager[object],
     shards: SequenceShards,
     buffers: list[Tensor],
     dims: list[int],
@@ -442,9 +442,11 @@ def merge_sequences(data: T, batch_at: int) -> T:
         return data
     shards, leaves = latest.shards, list(iterate_tensors(data))
     dims = [_dim_of_shard(leaf, shards) for leaf in leaves]
-    forms = ops.gather_object(
-        [[(leaf.dtype, _without(leaf, dim)) for leaf, dim in zip(leaves, dims, strict=True)]]
-    )
+    own = [
+        (leaf.dtype, [-1 if i == dim else size for i, size in enumerate(leaf.shape)])
+        for leaf, dim in zip(leaves, dims, strict=True)
+    ]
+    forms = ops.gather_object([own])
     if any(form != forms[0] for form in forms):  # objects of any shape
         return data
     narrowed: T = recursively_apply(lambda leaf: _without_padding(leaf, shards), data)
@@ -455,10 +457,6 @@ def _dim_of_shard(leaf: Tensor, shards: SequenceShards) -> int | None:
     """Returns the dimension of positions of this rank, also if they are padded for the longest shard."""
     sizes = {shards.own, max(shards.sizes)}
     return next((dim for dim in range(1, leaf.ndim) if leaf.shape[dim] in sizes), None)
-
-
-def _without(leaf: Tensor, dim: int | None) -> list[int]:
-    return [size if i != dim else -1 for i, size in enumerate(leaf.shape)]
 
 
 def _without_padding(leaf: Tensor, shards: SequenceShards) -> Tensor:

@@ -125,7 +125,7 @@ def test_windows_of_layers(of_layer: dict[str, Any], of_config: Any, expected: s
     for name, value in of_layer.items():
         setattr(layer, name, value)
     window = window_of(layer, of_config)
-    assert (window is None) if expected is None else (window is not None and expected in window.field)
+    assert (window is None) if expected is None else (window is not None and expected in window[0])
 
 
 @pytest.mark.parametrize(("size", "is_refused"), [(LENGTH - 1, True), (LENGTH, False)])
