@@ -85,22 +85,6 @@ class Head:
                 yield from module.parameters(recurse=False)
 
 
-class Matrices(NamedTuple):
-    """Matrix products and the bias whose sum is the logits of the entries on this rank.
-
-    Attributes:
-        products: Inputs of shape (N, features) and weights of shape (entries on this rank, features).
-        bias: Tensor of shape (entries on this rank,), or None.
-        first: Index of the first entry on this rank.
-        group: Process group over which entries are sharded, or None.
-    """
-
-    products: list[tuple[Tensor, Tensor]]
-    bias: Tensor | None
-    first: int
-    group: Any
-
-
 def read_head(head: nn.Module | Tensor) -> Head:
     """Returns the parts of a head, or raises an error for one whose logits are not a matrix product."""
     if any(hasattr(each, "ds_id") for each in (head.parameters() if isinstance(head, nn.Module) else [head])):
@@ -230,12 +214,19 @@ def compute_in_units(units: Sequence[Unit], hidden: Tensor, compute: Callable[[T
     return results[0]  # not the output of the unit, which may be cast to a lower precision
 
 
-def matrices_of(head: Head, hidden: Tensor) -> Matrices:
-    """Returns the matrix products of a head whose weights are gathered.
+def matrices_of(head: Head, hidden: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None, int, Any]:
+    """Returns the matrix products and the bias of a head whose weights are gathered.
+
+    Their sum is the logits of the entries on this rank.
 
     Args:
         head: The head.
         hidden: Hidden states of shape (N, features).
+
+    Returns:
+        Pairs of inputs of shape (N, features) and weights of shape (entries on this rank, features); the bias
+        of shape (entries on this rank,), or None; the index of the first entry on this rank; and the process
+        group over which entries are sharded, or None.
     """
     layer = head.layer
     weight, first, group = _local_rows(layer.weight if layer is not None else head.weight, head)
@@ -254,7 +245,7 @@ def matrices_of(head: Head, hidden: Tensor) -> Matrices:
         if adapter.up.bias is not None:
             more = _local_rows(adapter.up.bias, head)[0] * adapter.scaling
             bias = more if bias is None else bias + more
-    return Matrices(products, bias, first, group)
+    return products, bias, first, group
 
 
 def _local_rows(parameter: Any, head: Head) -> tuple[Tensor, int, Any]:

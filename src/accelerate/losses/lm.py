@@ -124,22 +124,12 @@ def _statistics_of(
     head: Head, tokens: Tensor, targets: Tensor, vocabulary: Any, slice_size: int | None
 ) -> Statistics:
     """Returns the statistics of tokens of shape (N, features), while the weights of the head are gathered."""
-    matrices = matrices_of(head, tokens)
-    dtypes = tuple(_dtype_of(inputs, weight) for inputs, weight in matrices.products)
-    is_double = torch.float64 in dtypes
+    products, bias, first, group = matrices_of(head, tokens)
+    dtypes = tuple(_dtype_of(inputs, weight) for inputs, weight in products)
+    accumulation = torch.float64 if torch.float64 in dtypes else torch.float32
     size = slice_size or slice_size_of(tokens.shape[0], head.in_features)
-    return compute_statistics(
-        targets,
-        matrices.products,
-        matrices.bias,
-        vocabulary(
-            dtypes,
-            torch.float64 if is_double else torch.float32,
-            slice_size=size,
-            first=matrices.first,
-            group=matrices.group,
-        ),
-    )
+    entries = vocabulary(dtypes, accumulation, slice_size=size, first=first, group=group)
+    return compute_statistics(targets, products, bias, entries)
 
 
 def _dtype_of(inputs: Tensor, weight: Tensor) -> torch.dtype:
