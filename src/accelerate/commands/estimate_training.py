@@ -11,7 +11,6 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,15 +30,6 @@ MIXED_PRECISIONS = ("no", "fp16", "bf16")
 PARAMETER_DTYPES = ("float32", "bfloat16", "float16")
 COMPUTED_OPTIMIZERS = ("adamw8bit", "lion")
 """Optimizers that torch lacks, whose states are computed while the step is traced with SGD."""
-
-
-@dataclass(frozen=True)
-class TrainedModel:
-    """Model on the meta device, with a batch and a loss."""
-
-    model: nn.Module
-    batch: Any
-    loss: Loss
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -131,8 +121,8 @@ def plan_training(
     if args.devices and args.num_processes not in (1, count):
         reason = f"--devices {args.devices} has {count} devices"
         raise wrong_value("--num_processes", args.num_processes, reason, "Leave one of them out")
-    trained = read_model(args)
-    kind, planner = _model_class(trained.model), _planner(args, trained)
+    model, batch, loss = read_model(args)
+    kind, planner = _model_class(model), _planner(args, model, batch, loss)
     layout = _layout(args, count)
     fits = planner.error_context(layout, count, capacity, args.batch_size) if capacity else []
     chosen = (args.sharding, _axes_size(args) > 1, args.offload != "none", args.gradient_checkpointing)
@@ -173,7 +163,7 @@ def _layout(args: argparse.Namespace, count: int) -> Layout:
     )
 
 
-def _planner(args: argparse.Namespace, trained: TrainedModel) -> Planner:
+def _planner(args: argparse.Namespace, model: nn.Module, batch: Any, loss: Loss) -> Planner:
     """Returns the planner of a model.
 
     Its optimizer updates all parameters at once (`foreach`), as on a device.
@@ -184,18 +174,18 @@ def _planner(args: argparse.Namespace, trained: TrainedModel) -> Planner:
     from accelerate.commands.model_tensors import Weight
     from accelerate.precision import MixedPrecision, Precision
 
-    planning.check_step(trained.model, (), trained.batch)
-    trained.model.to(getattr(torch, args.parameter_dtype)).train()
-    parameters = [parameter for parameter in trained.model.parameters() if parameter.requires_grad]
+    planning.check_step(model, (), batch)
+    model.to(getattr(torch, args.parameter_dtype)).train()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = [Weight("", tuple(parameter.shape), "F32") for parameter in parameters]
     state = OPTIMIZERS[args.optimizer](weights) if args.optimizer in COMPUTED_OPTIMIZERS else 0
     step = planning.Step(
-        trained.model,
+        model,
         [_optimizer(args.optimizer, parameters)],
-        trained.batch,
-        trained.loss,
+        batch,
+        loss,
         torch.device("cpu"),
-        keeps_output=trained.loss in (planning.loss_of, planning.loss_or_mean),
+        keeps_output=loss in (planning.loss_of, planning.loss_or_mean),
         find_experts=strategies.list_experts,
     )
     autocast = MixedPrecision(args.mixed_precision, "cpu") if args.mixed_precision != "no" else None
@@ -228,7 +218,7 @@ def _optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.O
     return optim.SGD(parameters, lr=1e-3, momentum=0.9 if name == "sgd_momentum" else 0, foreach=True)
 
 
-def read_model(args: argparse.Namespace) -> TrainedModel:
+def read_model(args: argparse.Namespace) -> tuple[nn.Module, Any, Loss]:
     """Returns a model on the meta device, with a batch and a loss.
 
     Raises:
@@ -251,12 +241,12 @@ def read_model(args: argparse.Namespace) -> TrainedModel:
         str(path) if path.exists() else args.model_name, library or "transformers", args.trust_remote_code
     )
     if library == "timm":
-        return TrainedModel(model, planning.timm_batch(model, args.batch_size), planning.classification_loss)
+        return model, planning.timm_batch(model, args.batch_size), planning.classification_loss
     batch = planning.batch_for(model, args.batch_size, args.sequence_length)
-    return TrainedModel(model, batch, planning.loss_or_mean)
+    return model, batch, planning.loss_or_mean
 
 
-def _from_factory(args: argparse.Namespace, module: str, name: str) -> TrainedModel:
+def _from_factory(args: argparse.Namespace, module: str, name: str) -> tuple[nn.Module, Any, Loss]:
     """Returns the model, the batch and the loss from a function of the user.
 
     The batch and the loss are optional in the result of the function.
@@ -287,7 +277,7 @@ def _from_factory(args: argparse.Namespace, module: str, name: str) -> TrainedMo
     model = parts[0]
     batch = parts[1] if len(parts) > 1 else planning.batch_for(model, args.batch_size, args.sequence_length)
     loss = parts[2] if len(parts) > 2 else planning.loss_of if len(parts) > 1 else planning.loss_or_mean
-    return TrainedModel(model, batch, loss)
+    return model, batch, loss
 
 
 def _model_class(model: nn.Module) -> tuple[str, str]:
