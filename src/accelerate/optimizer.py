@@ -79,14 +79,14 @@ def _no_step(*args: Any, **kwargs: Any) -> None:
     """Does nothing, in place of the step of an optimizer that is skipped."""
 
 
-def _call_averaged(closure: Callable[[], Any], mean_loss: Callable[[Any], Any]) -> Any:
-    """Returns the mean loss of a closure, so that line searches of all ranks evaluate it as often."""
-    return mean_loss(closure())
+def _call_in_step(closure: Callable[[], Any], mean_loss: Callable[[Any], Any] | None) -> Any:
+    """Returns the loss of a closure, after whose backward pass the step of the optimizer continues.
 
-
-def _call_in_step(closure: Callable[[], Any]) -> Any:
-    """Returns the result of a closure, after whose backward pass the step of the optimizer continues."""
+    It is the mean over ranks, so that line searches of all ranks evaluate the closure as often.
+    """
     result = closure()
+    if mean_loss is not None:
+        result = mean_loss(result)
     step_clock.before_step()
     return result
 
@@ -341,9 +341,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Returns a closure that ends the window, and returns the mean loss over all ranks."""
         if self.held is not None:
             closure = partial(self._complete, closure)
-        if self.mean_loss is not None and not self.is_joined:
-            closure = partial(_call_averaged, closure, self.mean_loss)
-        return partial(_call_in_step, closure)
+        return partial(_call_in_step, closure, None if self.is_joined else self.mean_loss)
 
     def record_pass(self) -> None:
         """Sets `last_pass` in a micro-batch."""
