@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from tests.stand_ins.cases import call_for_each
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.base import PreparationError
+from accelerate.base import PreparationError, StateError
 from accelerate.checkpointing import find_shards
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import GradientAccumulationPlugin
@@ -219,6 +220,47 @@ def weights_of(folder: Path, layout: str) -> dict[str, torch.Tensor]:
     for name, value in weights.items():
         torch.testing.assert_close(value, saved[name], atol=0, rtol=0)
     return weights
+
+
+class Scaled(nn.Module):
+    """A block whose scale each rank uses for the part of the rank, or for whole values, before a head."""
+
+    def __init__(self, is_inside: bool) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.wide, self.narrow, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 4)
+        self.scale, self.is_inside = nn.Parameter(torch.tensor(0.5)), is_inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner, outer = (self.scale, 1.0) if self.is_inside else (1.0, self.scale)
+        logits: torch.Tensor = self.head(self.narrow((self.wide(x) * inner).tanh()) * outer)
+        return logits
+
+
+def train_scaled(is_inside: bool, has_part: bool) -> str:
+    """Trains with layers over 2 of 4 ranks, and returns the error of the first backward pass, or none."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    model: Any = Scaled(is_inside)
+    plan: dict[str, Any] = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
+    parallelize_module(model, mesh["model"], plan | ({"head": ColwiseParallel()} if has_part else {}))
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(model)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank() // 2))
+    try:
+        accelerator.backward(model(x).square().mean())
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_of_one_batch_are_compared_before_gradients_are_averaged(run: Run) -> None:
+    cases = [(False, False), (True, False), (False, True)]
+    for right, inside, part in run(call_for_each, train_scaled, cases, processes=4):
+        assert right == ""
+        assert "have different gradients of scale, which each rank has as a whole" in inside
+        assert "compute different losses of the same batch" in part
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ import pytest
 import torch
 from tests.stand_ins.cases import call_for_each
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import PreparationError, StateError
@@ -233,6 +240,41 @@ def test_different_gradients_of_whole_parameters_are_refused(
     run: Run, mesh: dict[str, int], is_sharded: bool, is_inside: bool
 ) -> None:
     run(compare_gradients, mesh, is_sharded, is_inside, processes=2 * len(mesh))
+
+
+def train_last(kind: str) -> list[float] | str:
+    """Trains with the columns of the last layer on different ranks, or on one process."""
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2) if kind != "one" else None)
+    model: Any = Layers()
+    model.last = torch.nn.Linear(6, 4)
+    whole_loss = ColwiseParallel(use_local_output=False)
+    model.tp_plan = {"last": {"part": "colwise", "gathered": "colwise_rep"}.get(kind, whole_loss)}
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.5))
+    x = torch.arange(12.0, device=accelerator.device).view(3, 4) / 12
+    labels = torch.zeros(3, dtype=torch.long, device=accelerator.device)
+    losses = []
+    for _ in range(3):
+        with loss_parallel() if kind == "loss_parallel" else nullcontext():
+            loss = torch.nn.functional.cross_entropy(model(x), labels)
+            try:
+                accelerator.backward(loss)
+            except StateError as error:
+                return str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((loss.full_tensor() if isinstance(loss, DTensor) else loss).item())
+    return losses
+
+
+def test_a_loss_of_a_part_of_the_outputs_is_refused_and_one_over_all_parts_is_not(run: Run) -> None:
+    ((expected,),) = run(call_for_each, train_last, [("one",)], processes=1)
+    for part, gathered, parallel in run(
+        call_for_each, train_last, [("part",), ("gathered",), ("loss_parallel",)]
+    ):
+        assert "compute different losses of the same batch (" in part
+        assert "use 'colwise_gather_output'" in part
+        assert gathered == pytest.approx(expected, abs=1e-5)
+        assert parallel == pytest.approx(expected, abs=1e-5)
 
 
 def penalize(kind: str) -> str:

@@ -24,6 +24,7 @@ from accelerate.base import PreparationError, StateError
 from accelerate.data_loader import SHARED_AXES, data_groups
 from accelerate.ops import current_transport
 from accelerate.parallelism_config import Data, MeshAxis, axes_with
+from accelerate.strategies.axes import WholeGradients, compare_groups
 from accelerate.strategies.dtensor_state import DistributedTensorState
 from accelerate.strategies.dtensors import (
     NO_SECOND_DERIVATIVES,
@@ -42,6 +43,7 @@ from accelerate.strategies.dtensors import (
 from accelerate.strategies.layer import Layer, WeakStrategy
 from accelerate.strategies.session import Bundle, Kind
 from accelerate.strategies.state import StrategyState
+from accelerate.strategies.tolerances import CHECK_REPLICAS
 
 PIPELINE = MeshAxis.PP.value
 EXPERTS = (MeshAxis.EP.value, "expert", "experts")
@@ -78,7 +80,11 @@ class ShardedModel:
     Attributes:
         loader_mesh: Mesh of all ranks, in which ranks along "tp" work on the same batch.
         replicas: Parameters that several ranks have, and that DTensors and FSDP do not keep equal.
+        same_tokens: Groups of ranks that work on the same part of a batch, or none for stages.
+        comparison: Comparison of these ranks, or None.
     """
+
+    comparison: WholeGradients | None = None
 
     def __init__(
         self,
@@ -95,6 +101,7 @@ class ShardedModel:
         batches = _disjoint_groups(model, [layout.same_batch for layout in layouts])
         parts = _disjoint_groups(model, [layout.same_tokens for layout in layouts])
         _refuse_replicated(model, managed, batches)
+        self.same_tokens = [] if any(layout.stage for layout in layouts) else parts
         self.loader_mesh = DeviceMesh(
             device_type, torch.tensor(batches), mesh_dim_names=("dp_replicate", "tp")
         )
@@ -134,9 +141,11 @@ class ShardedModel:
                 self._frozen_experts.append(parameter)
 
     def remove_hooks(self) -> None:
-        """Makes backward passes leave gradients as they are."""
+        """Makes backward passes leave gradients as they are, without comparisons."""
         for hook in self._hooks:
             hook.remove()
+        if self.comparison is not None:
+            self.comparison.end()
 
     def average_gradients(self) -> None:
         """Averages the gradients that the backward pass did not average.
@@ -229,6 +238,9 @@ class ShardedModels(Layer):
         elif self._stages_of(model) is None:
             message = ONE_BACKWARD if units_of(model) else NO_SECOND_DERIVATIVES
             converted.register_forward_hook(partial(refuse_second_derivatives, message))
+            is_checked = self.context.gradients.plugin_kwargs.get(CHECK_REPLICAS, True)
+            if is_checked and self.context.mesh is None and adopted.comparison is None:
+                adopted.comparison = compare_groups(adopted.same_tokens, self.context.device)
         adopted.send_unsharded()
         return converted
 
@@ -250,7 +262,9 @@ class ShardedModels(Layer):
         torch_private.drop_unreduced_gradients(model)
 
     def backward_done(self) -> None:
-        for adopted in self.models.values():
+        for model, adopted in self.models.items():
+            if adopted.comparison is not None:
+                adopted.comparison.compare([model])
             adopted.average_gradients()
 
     def no_sync(self, model: nn.Module, *, early: bool) -> AbstractContextManager[Any]:

@@ -36,3 +36,7 @@ from accelerate.strategies.axes.ulysses import (
     check_attention as check_attention,
     loader_class as loader_class,
 )
+from accelerate.strategies.axes.whole_gradients import (
+    WholeGradients as WholeGradients,
+    compare_groups as compare_groups,
+)

@@ -59,11 +59,18 @@ class TensorAxis(Layer):
         shard_layers(model, self._mesh)
         return model
 
+    def finish_model(self, model: nn.Module, wrapped: nn.Module) -> None:
+        if self._gradients is None and self._context.gradients.plugin_kwargs.get(CHECK_REPLICAS, True):
+            self._gradients = WholeGradients(self._mesh.get_group(AXIS), self._context.device)
+
     def backward_done(self) -> None:
-        if self._context.gradients.plugin_kwargs.get(CHECK_REPLICAS, True):
-            if self._gradients is None:
-                self._gradients = WholeGradients(self._mesh.get_group(AXIS), self._context.device)
+        if self._gradients is not None:
             self._gradients.compare(self._session.prepared.models)
+
+    def release(self) -> None:
+        if self._gradients is not None:
+            self._gradients.end()
+            self._gradients = None
 
     def memory_layout(self, layout: Layout) -> Layout:
         size = self._mesh[AXIS].size()
