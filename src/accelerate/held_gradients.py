@@ -30,12 +30,16 @@ class HeldGradients:
     Args:
         replicas: Number of ranks whose gradients are averaged in the last micro-batch.
         take_unreduced: Takes gradients of parameters that are not in their `grad` yet (FSDP 2).
+        set_again: Sets gradients that were removed from parameters, also those of another shape (FSDP 1).
     """
 
     def __init__(
-        self, replicas: int, take_unreduced: Callable[[list[Tensor]], torch_private.TakenGradients]
+        self,
+        replicas: int,
+        take_unreduced: Callable[[list[Tensor]], torch_private.TakenGradients],
+        set_again: Callable[[list[tuple[Tensor, Tensor]]], None],
     ) -> None:
-        self._replicas, self._take_unreduced = replicas, take_unreduced
+        self._replicas, self._take_unreduced, self._set_again = replicas, take_unreduced, set_again
         self._parameters: list[Tensor] = []
         self._held: list[Tensor | None] = []  # gradients of the window
         self._seen: list[Tensor | None] = []  # gradients in `grad` when no backward pass had changed them
@@ -131,8 +135,9 @@ class HeldGradients:
         """
         if self._is_apart:
             self._put_unreduced(adds=False)
-            for parameter, held in zip(self._parameters, self._held, strict=True):
-                parameter.grad = held
+            for parameter in self._parameters:
+                parameter.grad = None
+            self._set_again(list(self._reduced))
             self._look()
         elif not self._has_stepped and self._has_new():
             self._was_kept = True
@@ -185,11 +190,12 @@ class HeldGradients:
 
     def _set_apart(self) -> None:
         """Takes the gradients that are held out of `grad`, to which a backward pass would add others."""
-        if self._is_apart:
+        if self._is_apart or not any(p.requires_grad for p in self._parameters):
             return
         # DistributedDataParallel writes the next gradients into the memory of its own views.
         self._held = [
-            held.clone() if held is not None and torch_private.is_view(held) else held for held in self._held
+            held if held is None or held.shape != p.shape or not torch_private.is_view(held) else held.clone()
+            for p, held in zip(self._parameters, self._held, strict=True)
         ]
         for parameter, _ in self._reduced:
             parameter.grad = None
@@ -201,8 +207,7 @@ class HeldGradients:
         if all(map(is_, map(_gradient_of, self._parameters), self._held)):
             return False
         removed = [(p, held) for p, held in self._reduced if p.grad is None and p.requires_grad]
-        for parameter, held in removed:
-            parameter.grad = held
+        self._set_again(removed)
         return bool(removed)
 
     def _join(self) -> bool:
@@ -213,11 +218,14 @@ class HeldGradients:
         has_joined = bool(self._unreduced)
         with torch.no_grad():
             self._put_unreduced(adds=True)
-            for parameter, held in self._reduced:
-                later = parameter.grad
-                parameter.grad = held if later is None else held + later
-                has_joined = True
-        return has_joined
+            reduced = list(self._reduced)
+            both = [(p, held, p.grad) for p, held in reduced if p.grad is not None]
+            if any(later.shape != held.shape for _, held, later in both):
+                _refuse_mixed()
+            self._set_again([(p, held) for p, held in reduced if p.grad is None])
+            for parameter, held, later in both:
+                parameter.grad = held + later
+        return has_joined or bool(reduced)
 
     def _is_cleared(self) -> bool:
         """Returns whether a caller has removed the gradients that are held."""
@@ -286,6 +294,14 @@ def differs(gradient: Tensor | None, before: Tensor | None, version: int) -> boo
         return True
     # A forward of DistributedDataParallel may move gradients into other buckets.
     return not torch.equal(local_tensor(gradient), local_tensor(before))
+
+
+def _refuse_mixed() -> NoReturn:
+    raise StateError(
+        "A backward pass after optimizer.step() has computed gradients of another loss, which FSDP 1 has "
+        "reduced, and those of the window are not reduced yet. Call optimizer.zero_grad() before the next "
+        "backward pass of this optimizer, or freeze its parameters in that pass with requires_grad_(False)."
+    )
 
 
 def _refuse_between() -> NoReturn:

@@ -216,7 +216,8 @@ class Accumulation:
             if optimizer.held is None:
                 take_unreduced = partial(torch_private.TakenGradients, self.prepared.models)
                 num_summed = self.strategy.replicas * self.groups.num_replicas
-                optimizer.held = HeldGradients(num_summed, take_unreduced)
+                set_again = partial(torch_private.restore_gradients, self.prepared.models)
+                optimizer.held = HeldGradients(num_summed, take_unreduced, set_again)
                 optimizer.holds_windows = True
             optimizer.held.begin(
                 optimizer.parameters(), is_first=is_first, is_last=is_last, is_alone=len(trained) == 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 import torch
@@ -40,6 +40,8 @@ _requires_grad = attrgetter("requires_grad")
 
 Ranks = tuple[int, ...]
 ALL_RANKS: Ranks = ()
+_RATES: Ranks = (-1,)
+"""Key of learning rates among those of the ranks that have the same parameters."""
 Key = tuple[Ranks, str]
 """Ranks that have the same elements of a parameter, and its name."""
 
@@ -169,8 +171,30 @@ class ReplicaCheck:
                 ranks: hashlib.blake2b(repr(digests(several)).encode(), digest_size=8).digest()
                 for ranks, several in replicated.items()
             }
-            if different := _differing(current_transport().gather_object(own)):
+            own[_RATES] = self._digest_rates(optimizer)
+            different = _differing(current_transport().gather_object(own))
+            if _RATES in different:
+                self._refuse_rates(optimizer)
+            if different:
                 self._explain(optimizer, {ranks: replicated.get(ranks, []) for ranks in different})
+
+    def _digest_rates(self, optimizer: AcceleratedOptimizer) -> bytes:
+        """Returns the learning rates of ranks with different elements, whose weights do not show them."""
+        strategy = self.strategy
+        if not strategy.shards_models or any(layer.divides_models for layer in strategy.layers):
+            return b""
+        return repr(_rates(optimizer)).encode()
+
+    def _refuse_rates(self, optimizer: AcceleratedOptimizer) -> NoReturn:
+        rates = current_transport().gather_object(_rates(optimizer))
+        raise StateError(
+            f"Ranks have different learning rates after step {self._steps} of "
+            f"{type(optimizer.optimizer).__name__}: {listed(list(map(str, rates)))}. They were computed on "
+            "each rank alone, such as by a schedule that uses the loss of one rank, or by a norm of the "
+            "gradients of its shards. Compute them from values of all ranks: "
+            'accelerator.reduce(loss, "mean"), or accelerator.clip_grad_norm_(parameters, float("inf")) for '
+            "the norm."
+        )
 
     def _find_replicated(self, optimizer: AcceleratedOptimizer) -> dict[Ranks, list[Tensor]]:
         """Returns the trained parameters that several ranks have, by these ranks."""
@@ -217,8 +241,16 @@ class ReplicaCheck:
         return (None if parameter is None else self.cause(parameter)) or _GRADIENTS_DIFFER
 
 
+def _rates(optimizer: AcceleratedOptimizer) -> list[float]:
+    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+
+
 GRADIENTS, WEIGHTS, ROUNDING = "gradients", "weights", "rounding"
 """What differs between ranks."""
+ADDED = (
+    "They did not exist when the model was prepared, so FSDP does not average their gradients. Add modules "
+    "and parameters to a model before prepare()."
+)
 _NOT_PREPARED = (
     "They belong to no prepared model, so their gradients are not averaged. Pass their model to prepare()."
 )

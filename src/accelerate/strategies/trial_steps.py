@@ -57,7 +57,10 @@ def _is_true_of_trials(
     parts = list(vars(optimizer).values())
     if any(isinstance(part, (torch.optim.Optimizer, nn.Module)) for part in parts):
         inner = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
-        return any(_is_true_of_trials(part, known, trial) for part in inner)
+        if any(_is_true_of_trials(part, known, trial) for part in inner):
+            return True
+        if any(isinstance(part, nn.Module) for part in parts):
+            return False
     states = rng.capture()
     try:
         return any(trial(optimizer, group) for group in _different_groups(optimizer))
@@ -125,7 +128,12 @@ def _change(
     parameters = [nn.Parameter(numbers[0].clone()) for numbers in several]
     trial: Any = _copy_for(parameters, optimizer, options)
 
+    has_inner = any(isinstance(value, torch.optim.Optimizer) for value in vars(trial).values())
+
     def closure() -> Tensor:
+        if has_inner:  # such as one that changes weights to compute other gradients there
+            for parameter, numbers in zip(parameters, several, strict=True):
+                parameter.grad = numbers[step] + parameter.detach()
         return sum((numbers[0].sum() for numbers in several), torch.zeros(()))
 
     for step in range(1, 1 + NUM_STEPS):
@@ -133,7 +141,7 @@ def _change(
             parameter.grad = numbers[step].clone()
         try:
             type(optimizer).step(trial)
-        except TypeError:
+        except Exception:  # it needs a closure
             type(optimizer).step(trial, closure)  # type: ignore[arg-type]  # as torch's own closures
     changes = [p.detach() - numbers[0] for p, numbers in zip(parameters, several, strict=True)]
     return torch.cat([change.flatten() for change in changes])
@@ -148,7 +156,10 @@ def _copy_for(
     for name, value in vars(optimizer).items():
         if name in ("state", "param_groups", "step"):  # schedulers replace the method
             continue
-        vars(trial)[name] = _copy_value(value, parameters, own)
+        if isinstance(value, torch.optim.Optimizer):
+            vars(trial)[name] = _copy_for(parameters, value, options)
+        else:
+            vars(trial)[name] = _copy_value(value, parameters, own)
     options = {**options, **{key: OF_DEVICES[key] for key in OF_DEVICES.keys() & options.keys()}}
     if not options.get("lr", 1):  # a scheduler begins with zero
         options["lr"] = 1e-3

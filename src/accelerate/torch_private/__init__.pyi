@@ -16,6 +16,7 @@ from accelerate.torch_private.drawing import (
 from accelerate.torch_private.fsdp import (
     FLAT_PARAMETER as FLAT_PARAMETER,
     FlatUnit as FlatUnit,
+    FrozenGradients as FrozenGradients,
     TakenGradients as TakenGradients,
     drop_unreduced_gradients as drop_unreduced_gradients,
     flat_units as flat_units,
@@ -29,6 +30,7 @@ from accelerate.torch_private.fsdp import (
     original_buffer_dtypes as original_buffer_dtypes,
     parameters_and_shards as parameters_and_shards,
     phases_of_fsdp2 as phases_of_fsdp2,
+    restore_gradients as restore_gradients,
     run_policy as run_policy,
     set_gradient_sync as set_gradient_sync,
     set_units_around_layers as set_units_around_layers,
@@ -36,6 +38,7 @@ from accelerate.torch_private.fsdp import (
     unreduced_gradients as unreduced_gradients,
     unreduced_gradients_kept as unreduced_gradients_kept,
     uses_original_parameters as uses_original_parameters,
+    watch_freezing as watch_freezing,
     zero_sharded_gradients as zero_sharded_gradients,
 )
 from accelerate.torch_private.gradients import (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -102,13 +103,39 @@ class FlatUnit:
             of elements.
         """
         if not self.is_sharded:
-            offsets = zip(self._handle._get_flat_param_offsets(), self.flat._is_padding_mask, strict=True)
-            first, last = [span for span, is_padding in offsets if not is_padding][index]
+            first, last = self._spans[index]
             return 0, first, last - first + 1
         info = self.flat._shard_param_infos[index]
         if not info.in_shard:
             return 0, 0, 0
         return info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard
+
+    @property
+    def divided(self) -> Iterator[Tensor]:
+        """Parameters of which several ranks have elements, the same on all ranks."""
+        if self.originals is None:
+            yield self.flat
+            return
+        size = self.shard.numel()
+        for parameter, (first, last) in zip(self.originals, self._spans, strict=True):
+            if self.is_sharded and first // size != last // size:
+                yield parameter
+
+    @property
+    def _spans(self) -> list[tuple[int, int]]:
+        """Index of the first and the last element of each original parameter in the gathered flat one."""
+        offsets = zip(self._handle._get_flat_param_offsets(), self.flat._is_padding_mask, strict=True)
+        return [span for span, is_padding in offsets if not is_padding]
+
+    def restore_gradient(self, index: int, gradient: Tensor) -> None:
+        """Sets a gradient of a gathered original parameter that is not reduced, as a view of the flat one."""
+        size = self.flat._unpadded_unsharded_size
+        if self.flat.grad is None or self.flat.grad.shape != size:
+            _set_gradient(self.flat, gradient.new_zeros(size))
+        offset = self.flat.grad.storage_offset() + self._spans[index][0]
+        view = self.flat.grad.as_strided(gradient.shape, gradient.stride(), offset)
+        assert self.originals is not None
+        _set_gradient(self.originals[index], view.copy_(gradient))
 
     @property
     def is_summoned(self) -> bool:
@@ -133,6 +160,99 @@ def flat_units(root: nn.Module) -> Iterator[tuple[str, FlatUnit]]:
     for path, unit in root.named_modules():
         if isinstance(unit, FullyShardedDataParallel) and unit._handle is not None:
             yield path, FlatUnit(unit)
+
+
+class FrozenGradients:
+    """Gradients of units of FSDP 1 that are frozen in a pass, in which torch would drop them.
+
+    Args:
+        root: Outermost unit.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._units = [unit for _, unit in flat_units(root)]
+        self._hidden: list[tuple[Any, Tensor]] = []
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def hide(self, *args: object) -> None:
+        """Removes the gradients of frozen units."""
+        self.restore()
+        for unit in self._units:
+            originals = unit.originals or ()
+            if unit.flat.grad is None or any(p.requires_grad for p in originals or (unit.flat,)):
+                continue
+            self._hidden += [(p, p.grad) for p in (unit.flat, *originals) if p.grad is not None]
+            for parameter in (unit.flat, *originals):
+                parameter.grad = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def restore(self, *args: object) -> None:
+        """Sets the gradients again."""
+        for parameter, gradient in self._hidden:
+            if parameter.grad is None:
+                _set_gradient(parameter, gradient)
+        self._hidden = []
+
+
+def restore_gradients(models: Iterable[nn.Module], pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Sets gradients that were removed from parameters, which may be those of gathered ones of FSDP 1.
+
+    FSDP 1 keeps gradients of gathered parameters between micro-batches, while its parameters are shards.
+
+    Args:
+        models: Models of the run.
+        pairs: Each parameter with its gradient.
+    """
+    waiting = {id(parameter): (parameter, gradient) for parameter, gradient in pairs}
+    if any(gradient.shape != parameter.shape for parameter, gradient in waiting.values()):
+        for unit in (unit for model in models for _, unit in flat_units(model)):
+            own = {index: waiting[id(p)] for index, p in enumerate(unit.originals or ()) if id(p) in waiting}
+            if any(gradient.shape != parameter.shape for parameter, gradient in own.values()):
+                for index, (parameter, gradient) in own.items():
+                    unit.restore_gradient(index, gradient)
+                    del waiting[id(parameter)]
+    for parameter, gradient in waiting.values():
+        _set_gradient(parameter, gradient)
+
+
+def _set_gradient(parameter: Any, gradient: Any) -> None:
+    """Sets a gradient of any shape, which torch compares with that of the values."""
+    if gradient.shape == parameter.shape:
+        parameter.grad = gradient
+        return
+    values = parameter.data
+    parameter.data = gradient
+    parameter.grad = gradient
+    parameter.data = values
+
+
+def watch_freezing(root: nn.Module, refuse: Callable[[str], None]) -> None:
+    """Calls a function for modules of which `requires_grad_` does not change flat parameters.
+
+    Without `use_orig_params`, the modules of a unit have no parameters.
+
+    Args:
+        refuse: Called with the name of a module in its unit, if `requires_grad_` would change its parameters.
+    """
+    for path, unit in flat_units(root):
+        if unit.originals is not None:
+            continue
+        inner: Any = root.get_submodule(path).module
+        names = {module: name for name, module in inner.named_modules()}
+        for owner in {info.module for info in unit.flat._param_infos}:
+            name = names[owner]
+            while name:
+                part = inner.get_submodule(name)
+                vars(part)["requires_grad_"] = partial(_change_requires_grad, part, name, unit.flat, refuse)
+                name = name.rpartition(".")[0]
+
+
+def _change_requires_grad(
+    part: nn.Module, name: str, flat: Tensor, refuse: Callable[[str], None], requires_grad: bool = True
+) -> nn.Module:
+    if flat.requires_grad != requires_grad:
+        refuse(name)
+    return type(part).requires_grad_(part, requires_grad)
 
 
 def _groups_of_unit(unit: object) -> list[Any]:

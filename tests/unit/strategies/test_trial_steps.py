@@ -49,6 +49,48 @@ class NormalizedDescent(torch.optim.Optimizer):
             parameter.data -= 0.1 * parameter.grad / norm
 
 
+class Sharpness(torch.optim.Optimizer):
+    """Computes gradients at weights that are changed by a multiple of the norm of all gradients."""
+
+    def __init__(self, parameters: Any, is_relative: bool) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.inner, self.is_relative = torch.optim.SGD(self.param_groups, lr=0.1), is_relative
+        self.param_groups = self.inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        scaled = [(p.abs() if self.is_relative else 1.0) * p.grad for p in parameters]
+        norm = torch.stack([each.square().sum() for each in scaled]).sum().sqrt()
+        changes = [
+            (p.abs() if self.is_relative else 1.0) * each / norm
+            for p, each in zip(parameters, scaled, strict=True)
+        ]
+        for parameter, change in zip(parameters, changes, strict=True):
+            parameter.add_(change)
+        closure()
+        for parameter, change in zip(parameters, changes, strict=True):
+            parameter.sub_(change)
+        self.inner.step()
+
+
+class Averaging(torch.optim.Optimizer):
+    """Steps another optimizer, whose groups it has, and moves the weights half of the way."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.defaults, self.state = inner, inner.defaults, inner.state
+        self.param_groups = inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        before = [parameter.clone() for parameter in parameters]
+        self.inner.step()
+        for parameter, weight in zip(parameters, before, strict=True):
+            parameter.lerp_(weight, 0.5)
+
+
 class Noise(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
@@ -74,6 +116,10 @@ def test_optimizers_that_need_norms_or_matrices_are_found() -> None:
         "own Muon": (True, lambda parameters: Muon(parameters, {"lr": 0.1})),
         "noise": (False, lambda parameters: Noise(parameters, {"lr": 0.1})),
         "outside": (False, Outside),
+        "sharpness": (True, lambda parameters: Sharpness(parameters, False)),
+        "relative sharpness": (True, lambda parameters: Sharpness(parameters, True)),
+        "averaging": (False, lambda parameters: Averaging(torch.optim.AdamW(parameters, 0.1))),
+        "SAM": (True, lambda parameters: library.SAM(parameters, torch.optim.SGD, lr=0.1)),
     }
     wrong = []
     for name, (is_whole, make) in {**OPTIMIZERS, **kinds, **own}.items():
@@ -99,6 +145,8 @@ def test_optimizers_that_need_the_norm_of_all_gradients_are_found() -> None:
     own = {
         "own norm": lambda parameters: NormalizedDescent(parameters, {"lr": 0.1}),
         "own Muon": lambda parameters: Muon(parameters, {"lr": 0.1}),
+        "sharpness": lambda parameters: Sharpness(parameters, False),
+        "averaging": lambda parameters: Averaging(torch.optim.AdamW(parameters, 0.1)),
         "noise": lambda parameters: Noise(parameters, {"lr": 0.1}),
     }
     kinds = {name: make for name, (_, make) in OPTIMIZERS.items()}
@@ -106,4 +154,4 @@ def test_optimizers_that_need_the_norm_of_all_gradients_are_found() -> None:
     found = {
         name for name, make in kinds.items() if needs_all_parameters(make(list(nn.Linear(3, 2).parameters())))
     }
-    assert found == {"LBFGS", "Prodigy", "own norm"}
+    assert found == {"LBFGS", "Prodigy", "own norm", "sharpness"}

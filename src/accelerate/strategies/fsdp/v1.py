@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate import torch_private
-from accelerate.base import ConfigurationError, PreparationError, listed
+from accelerate.base import ConfigurationError, PreparationError, StateError, listed
 from accelerate.checkpointing import ShardedState
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
@@ -49,6 +49,7 @@ from accelerate.strategies.fsdp.sharding import parameters_by_unit, plan_units
 from accelerate.strategies.fsdp.strategies import FsdpState, Sharded
 from accelerate.strategies.gradient_scales import GradientScales
 from accelerate.strategies.recomputed_blocks import recompute
+from accelerate.strategies.replicas import ADDED, ALL_RANKS, ReplicaCheck, watch_replicas
 from accelerate.strategies.request import Context
 from accelerate.strategies.session import parameter_ids
 from accelerate.strategies.state import Fill, WholeWeights
@@ -154,6 +155,16 @@ class FlatState(FsdpState):
             return state if self.keeps_whole_states else {}
 
 
+class AddedParameters(ReplicaCheck):
+    """Comparison of parameters that were not there when models were prepared, and are not sharded."""
+
+    def excluded(self) -> set[int]:
+        return set(map(id, self.strategy.known))
+
+    def cause(self, parameter: Tensor) -> str | None:
+        return ADDED
+
+
 class Fsdp1(Sharded):
     """Sharding with FSDP 1."""
 
@@ -162,8 +173,9 @@ class Fsdp1(Sharded):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._groups = WeakIdKeyDictionary()
+        self.known = WeakIdKeyDictionary()  # parameters of models, with the groups that shard them
         self.roots: WeakSet[FSDP] = WeakSet()
+        self._frozen: WeakKeyDictionary[nn.Module, torch_private.FrozenGradients] = WeakKeyDictionary()
         self._scales: WeakKeyDictionary[Any, GradientScales] = WeakKeyDictionary()
 
     @property
@@ -197,12 +209,26 @@ class Fsdp1(Sharded):
         wrapped = super().wrap_optimizer(optimizer, to_device=to_device)
         group = dist.group.WORLD
         if group is not None and not self.keeps_whole_weights:
-            self._scales[wrapped] = GradientScales(group, self.context.device)
+            self._scales[wrapped] = GradientScales(group, self.context.device, self._divided_parameters)
             wrapped.observers = (*wrapped.observers, self._scales[wrapped])
+        watch_replicas(wrapped, AddedParameters(self, ALL_RANKS))
         return wrapped
 
+    def _divided_parameters(self) -> Iterator[Tensor]:
+        """Yields the parameters of which several ranks have elements, in the same order on all ranks."""
+        for root in self.session.prepared.models:
+            for _, unit in torch_private.flat_units(root):
+                yield from unit.divided
+
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        super().backward(loss, **kwargs)
+        frozen = list(self._frozen.values())
+        for gradients in frozen:
+            gradients.hide()
+        try:
+            super().backward(loss, **kwargs)
+        finally:
+            for gradients in frozen:
+                gradients.restore()
         for optimizer, scales in list(self._scales.items()):
             scales.after_batch(optimizer.parameters())
 
@@ -234,11 +260,17 @@ class Fsdp1(Sharded):
         if not self.keeps_whole_weights:
             model.register_forward_hook(partial(refuse_second_derivatives, ONE_BACKWARD))
         sharded = self.follow(model, partial(self._shard, model, units, exact), joined_parameters)
+        for parameter in sharded.parameters():
+            self.known[parameter] = ()
         for _, unit in torch_private.flat_units(sharded):
             if unit.group is not None and unit.is_sharded:
                 stepped = [unit.flat] if unit.originals is None else unit.originals
-                self._groups.update(dict.fromkeys(stepped, (unit.group,)))
+                self.known.update(dict.fromkeys(stepped, (unit.group,)))
         self.roots.add(sharded)  # type: ignore[arg-type]
+        self._frozen[sharded] = frozen = torch_private.FrozenGradients(sharded)
+        sharded.register_forward_pre_hook(frozen.hide)
+        sharded.register_forward_hook(frozen.restore)
+        torch_private.watch_freezing(sharded, partial(_refuse_freezing, type(model).__name__))
         sharded.register_forward_pre_hook(_initialize)
         sharded.register_forward_hook(_free_after_evaluation)
         if plugin.activation_checkpointing:
@@ -325,7 +357,7 @@ class Fsdp1(Sharded):
         return nullcontext() if root is None else root.no_sync()
 
     def groups_of(self, parameter: Tensor) -> Groups:
-        groups: Groups = self._groups.get(parameter, ())  # type: ignore[no-untyped-call]
+        groups: Groups = self.known.get(parameter, ())  # type: ignore[no-untyped-call]
         return groups
 
 
@@ -357,6 +389,13 @@ def _free(root: nn.Module) -> None:
     for _, unit in torch_private.flat_units(root):
         if not unit.is_summoned:
             unit.reshard()
+
+
+def _refuse_freezing(kind: str, name: str) -> NoReturn:
+    raise StateError(
+        f"requires_grad_() of {name} in a unit of {kind} has no effect: FSDP 1 has joined its parameters "
+        "with others into one flat parameter. Set use_orig_params=True, or fsdp_version=2."
+    )
 
 
 def _is_contiguous(root: FSDP) -> bool:
