@@ -99,17 +99,17 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         ConfigurationError: there is no such level.
     """
     logger = logging.getLogger(name)
-    source, level = "log_level", log_level
-    if level is None:
-        source, level = "ACCELERATE_LOG_LEVEL", current().get("ACCELERATE_LOG_LEVEL")
-    if level:
-        logger.setLevel(_known_level(source, level))
+    if log_level:
+        logger.setLevel(_known_level("log_level", log_level, AttributeError))
+    elif log_level is None and (level := current().get("ACCELERATE_LOG_LEVEL")):
+        # Not an `AttributeError`: packages that load their names on first use would report a missing name.
+        logger.setLevel(_known_level("ACCELERATE_LOG_LEVEL", level))
     return MultiProcessAdapter(logger, {})
 
 
-def _known_level(source: str, level: str) -> str:
+def _known_level(source: str, level: str, *kinds: type[Exception]) -> str:
     name = str(plain_value(level)).upper()
     if not isinstance(logging.getLevelName(name), int):
         levels = "DEBUG, INFO, WARNING, ERROR, CRITICAL"
-        raise wrong_value(source, level, "no such level", f"choose one of {levels}", AttributeError)
+        raise wrong_value(source, level, "no such level", f"choose one of {levels}", *kinds)
     return name

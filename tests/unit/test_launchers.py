@@ -255,3 +255,11 @@ def test_a_value_that_is_no_port_or_no_number_of_nodes_is_refused(given: dict[st
     (name,) = given
     with pytest.raises(ConfigurationError, match=f"^{name}="):
         notebook_launcher(print, num_processes=2, **given)
+
+
+@pytest.mark.parametrize("args", [5, "ab"])
+@pytest.mark.parametrize("launcher", [notebook_launcher, debug_launcher])
+def test_arguments_that_are_no_tuple_are_refused(launcher: Any, args: Any) -> None:
+    with pytest.raises(ConfigurationError, match="^args=.*: it is not a tuple") as raised:
+        launcher(print, args, num_processes=2)
+    assert isinstance(raised.value, TypeError)

@@ -175,5 +175,6 @@ def test_an_unknown_level(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="log_level='LOUD': no such level"):
         get_logger("test.unknown", "LOUD")
     monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "quiet")
-    with pytest.raises(ConfigurationError, match="ACCELERATE_LOG_LEVEL='quiet'"):
+    with pytest.raises(ConfigurationError, match="ACCELERATE_LOG_LEVEL='quiet'") as raised:
         get_logger("test.unknown")
+    assert not isinstance(raised.value, AttributeError)  # the import of a name would hide it

@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from numbers import Integral
@@ -93,6 +93,7 @@ def notebook_launcher(
     """
     mixed_precision = plain_value(mixed_precision)
     _check_arguments(function, num_processes, mixed_precision, num_nodes, node_rank)
+    _check_args(args)
     port = _read_port(use_port)
     backend = hardware_table.CPU if parse_flag_from_env("ACCELERATE_USE_CPU") else hardware_table.detect()
     if backend.own_runtime:
@@ -142,6 +143,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
         LaunchError: A process fails. The message has its traceback.
     """
     _check_arguments(function, num_processes)
+    _check_args(args)
     _check_notebook(hardware_table.CPU)
     with tempfile.TemporaryDirectory() as folder:
         variables = {
@@ -187,6 +189,12 @@ def _check_arguments(
     if not 0 <= machine < machines:
         fix = f"Use a number from 0 to {machines - 1}"
         raise wrong_value("node_rank", machine, f"there are {machines} machines", fix)
+
+
+def _check_args(args: object) -> None:
+    if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
+        fix = "Pass a tuple of the arguments, such as (1,)"
+        raise wrong_value("args", args, "it is not a tuple", fix, TypeError)
 
 
 def _read_port(port: str | int) -> int:
