@@ -139,6 +139,8 @@ def rescale_gradients(
     with torch.no_grad():
         # torch does not multiply a list of DTensors and plain tensors
         dense = [ops.local_tensor(gradient) for gradient in gradients if not gradient.is_sparse]
+        # FSDP 1 makes another view of a gradient that it has not reduced each time it sets `grad`.
+        dense = list({(each.data_ptr(), each.shape): each for each in dense}.values())
         if dense:
             torch._foreach_mul_(dense, factor)
         for gradient in gradients:
