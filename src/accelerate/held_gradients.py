@@ -52,6 +52,7 @@ class HeldGradients:
         self._is_first = self._is_last = False
         self._joins = False  # the next backward pass adds gradients to those that were kept apart
         self._was_kept = False  # `zero_grad` was called after a backward pass of this micro-batch
+        self._had_backward = False  # a backward pass of this micro-batch has begun
 
     @property
     def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -75,7 +76,7 @@ class HeldGradients:
                 these parameters.
         """
         self._set_parameters(list(parameters))
-        self._is_first, self._is_last, self._was_kept = is_first, is_last, False
+        self._is_first, self._is_last, self._was_kept, self._had_backward = is_first, is_last, False, False
         if is_first:
             self._warn_of_unused()
             self._held = [None] * len(self._parameters)
@@ -100,6 +101,7 @@ class HeldGradients:
         After the `step` of a micro-batch the gradients are complete, and those of another loss are kept apart
         until `zero_grad` removes them.
         """
+        self._had_backward = True
         if self._joins and not self._is_cleared():  # plain torch adds them, too, without `zero_grad`
             self._join()
             self._look()
@@ -159,6 +161,8 @@ class HeldGradients:
 
     def complete(self) -> None:
         """Adds the gradients that are held, in the `step` of the last micro-batch."""
+        if not self._had_backward:
+            self._refuse_unreduced()
         self._refuse_kept()
         if self._join() and self._replicas > 1:
             raise StateError(
@@ -248,6 +252,16 @@ class HeldGradients:
                 "step() of an optimizer was called in micro-batches of a window, and not in its last one, so "
                 "their gradients were not used. Call it in each micro-batch, or count windows of each model "
                 "with an accumulate(model) of its own."
+            )
+
+    def _refuse_unreduced(self) -> None:
+        """Raises if FSDP has not reduced gradients, which it does in the last backward pass of a window."""
+        is_whole = any(p.grad is not None and p.grad.shape != p.shape for p in self._parameters)  # FSDP 1
+        if is_whole or self._take_unreduced(self._parameters):
+            raise StateError(
+                "The last micro-batch of a window had no backward pass, in which FSDP reduces the gradients "
+                "of the window. Call accelerator.backward(loss) in each micro-batch, such as with a loss of "
+                "`0 * outputs.sum()`, or skip the batch before accelerator.accumulate(model)."
             )
 
     def _refuse_kept(self) -> None:

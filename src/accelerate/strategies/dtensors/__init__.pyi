@@ -1,3 +1,7 @@
+from accelerate.strategies.dtensors.assignments import (
+    AssignedData as AssignedData,
+    explain_step_errors as explain_step_errors,
+)
 from accelerate.strategies.dtensors.gradients import (
     Replicas as Replicas,
     sparse_weights as sparse_weights,
@@ -41,8 +45,11 @@ from accelerate.strategies.dtensors.shards import (
     whole_tensor as whole_tensor,
 )
 from accelerate.strategies.dtensors.units import (
+    UnitsFreedBeforeSteps as UnitsFreedBeforeSteps,
     apply_to_shards as apply_to_shards,
+    free_unit as free_unit,
     gradient_sync as gradient_sync,
+    has_no_backward as has_no_backward,
     keep_gathered as keep_gathered,
     reduction_in_replicas as reduction_in_replicas,
     units_of as units_of,

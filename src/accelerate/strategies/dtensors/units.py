@@ -5,7 +5,7 @@ Strategies call it in `no_sync` and `unsharded`, and `Accelerator.trigger_sync_i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from accelerate import torch_private
+from accelerate.nested import iterate_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -114,12 +115,54 @@ def _zero_grad(unit: nn.Module, set_to_none: bool = True) -> None:
 
 
 def _reshard(model: nn.Module, args: tuple[Any, ...], output: object) -> None:
-    if not torch.is_grad_enabled():
+    if has_no_backward(output):
         _reshard_units(model)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def has_no_backward(outputs: object) -> bool:
+    """Returns whether no backward pass can follow a forward with these outputs, such as that of a teacher."""
+    if not torch.is_grad_enabled():
+        return True
+    tensors = list(iterate_tensors(outputs))
+    return bool(tensors) and not any(tensor.requires_grad for tensor in tensors)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _reshard_units(model: nn.Module) -> None:
     for unit in units_of(model):
-        if _KEPT not in vars(unit):
-            unit.reshard()
+        free_unit(unit)
+
+
+def free_unit(unit: Any) -> None:
+    """Frees the gathered parameters of a unit of FSDP 2, but not in `keep_gathered`."""
+    if _KEPT not in vars(unit):
+        unit.reshard()
+
+
+class UnitsFreedBeforeSteps:
+    """Observer of an optimizer that frees units which a forward without a backward pass has left gathered.
+
+    Otherwise the next forward would use weights from before the step.
+
+    Args:
+        models: Models of the run, to which later ones are added.
+        list_units: Returns the units of a model.
+        free: Frees a unit if it is gathered.
+    """
+
+    def __init__(
+        self,
+        models: list[nn.Module],
+        list_units: Callable[[nn.Module], Iterable[Any]],
+        free: Callable[[Any], None],
+    ) -> None:
+        self._models, self._list_units, self._free = models, list_units, free
+        self._known, self._units = list[nn.Module](), list[Any]()
+
+    def before_step(self, optimizer: object) -> None:
+        if self._known != self._models:
+            self._known = list(self._models)
+            self._units = [unit for model in self._models for unit in self._list_units(model)]
+        for unit in self._units:
+            self._free(unit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,15 +14,17 @@ from accelerate.strategies.tolerances import must_compare
 
 _PENALTY = "The loss adds a value of sharded parameters, such as a penalty on weights, to one of outputs."
 _DECAY = "weight_decay of the optimizer."
+_SPARSE = (
+    "An embedding with sparse=True has sparse gradients, and FSDP reduces dense ones. Set sparse=False, or "
+    "add the embedding to ignored_modules."
+)
 ERRORS = {
     "storage of size 0": ONE_BACKWARD,
     "got mixed torch.Tensor and DTensor": (
         f"{_PENALTY} Use parameter.full_tensor() in the penalty, or {_DECAY}"
     ),
-    "'fsdp::chunk_cat' with arguments from the 'Sparse": (
-        "An embedding with sparse=True has sparse gradients, and FSDP reduces dense ones. Set sparse=False, "
-        "or add the embedding to ignored_modules."
-    ),
+    "'fsdp::chunk_cat' with arguments from the 'Sparse": _SPARSE,
+    "reshape is not implemented for sparse": _SPARSE,
     "SplitWithSizesBackward0 returned an invalid gradient": (
         f"{_PENALTY} Set use_orig_params=True, or use {_DECAY}"
     ),
@@ -40,6 +42,7 @@ def hooked_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         name: parameter
         for name, parameter in model.named_parameters()
         if torch_private.has_registered_hooks(parameter, torch_private.GRADIENT_HOOKS)
+        or torch_private.is_stepped_in_backward(parameter)
     }
 
 
@@ -70,10 +73,19 @@ class GradientHookCheck:
     def before_step(self, optimizer: Any) -> None:
         self._num_steps += 1
         if must_compare(self._num_steps):
-            managed = filter(self._is_managed, optimizer.parameters())
-            hooked = list(filter(torch_private.has_registered_hooks, managed))
-            if hooked:
-                raise StateError(
-                    f"register_hook() was called on {len(hooked)} parameters that FSDP shards, and FSDP sets "
-                    f"their gradients without calling hooks. {_FIX}"
-                )
+            refuse_hooks(filter(self._is_managed, optimizer.parameters()))
+
+
+def refuse_hooks(managed: Iterable[Tensor], names: Sequence[str] = ("_backward_hooks",)) -> None:
+    """Raises an error for parameters with hooks on gradients that FSDP sets without calling them.
+
+    Args:
+        managed: Parameters whose gradients FSDP sets.
+        names: Attributes with hooks.
+    """
+    hooked = [p for p in managed if torch_private.has_registered_hooks(p, names)]
+    if hooked:
+        raise StateError(
+            f"register_hook() was called on {len(hooked)} parameters that FSDP shards, and FSDP sets their "
+            f"gradients without calling hooks. {_FIX}"
+        )

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDat
 from torch.distributed.tensor import DTensor
 
 from accelerate import torch_private
-from accelerate.base import DistributedType, StateError
+from accelerate.base import DistributedType, PreparationError, StateError
 from accelerate.devices import of_device
 from accelerate.ops import is_dtensor
 from accelerate.optimizer import AcceleratedOptimizer
@@ -46,8 +46,12 @@ from accelerate.strategies.dtensor_state import DistributedTensorState
 from accelerate.strategies.dtensors import (
     NO_SECOND_DERIVATIVES,
     ONE_BACKWARD,
+    AssignedData,
     ParameterRemapper,
+    UnitsFreedBeforeSteps,
     apply_to_shards,
+    explain_step_errors,
+    free_unit,
     keep_gathered,
     named_parameters,
     refuse_second_derivatives,
@@ -64,6 +68,7 @@ from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype, un
 from accelerate.strategies.layer import divided
 from accelerate.strategies.replicas import ALL_RANKS, ReplicaCheck, watch_replicas
 from accelerate.strategies.request import Context, require_plugin
+from accelerate.strategies.session import Bundle, Kind
 from accelerate.strategies.state import StrategyState
 from accelerate.strategies.views import shard_unit
 from accelerate.weights import move_module
@@ -137,6 +142,16 @@ class Sharded(Strategy, ABC):
         )
         return divided(layout, self.layers)
 
+    def check(self, bundle: Bundle) -> None:
+        for other in bundle.of(Kind.OTHER):
+            if callable(getattr(other, "step", None)) and callable(getattr(other, "zero_grad", None)):
+                raise PreparationError(
+                    f"{type(other).__name__} has `step` and `zero_grad` as an optimizer, but is no "
+                    "torch optimizer, so sharded parameters cannot replace those that it steps. Derive it "
+                    "from torch.optim.Optimizer."
+                )
+        super().check(bundle)
+
     def check_model(self, model: nn.Module) -> None:
         refuse_split_model(model, "and only a model on one device can be sharded")
 
@@ -201,7 +216,20 @@ class DistributedTensors(Sharded):
         wrapped = super().wrap_optimizer(optimizer, to_device=to_device)
         is_averaged = self.averages_whole and self.loader_mesh is None
         watch_replicas(wrapped, ReplicaCheck(self, ALL_RANKS if is_averaged else None))
+        freed = UnitsFreedBeforeSteps(self.session.prepared.models, units_of, free_unit)
+        wrapped.observers = (*wrapped.observers, freed)
+        wrapped.step_wrappers = (explain_step_errors(optimizer), *wrapped.step_wrappers)
         return wrapped
+
+    def follow(
+        self,
+        model: nn.Module,
+        shard: Callable[[], nn.Module],
+        list_parameters: Callable[[nn.Module], Mapping[str, Any]],
+    ) -> nn.Module:
+        sharded = super().follow(model, shard, list_parameters)
+        AssignedData(sharded)
+        return sharded
 
 
 class Fsdp2(DistributedTensors):

@@ -32,7 +32,9 @@ from accelerate.strategies.base import refuse_sharded_model
 from accelerate.strategies.dtensors import (
     ONE_BACKWARD,
     Groups,
+    UnitsFreedBeforeSteps,
     clean_name,
+    has_no_backward,
     named_parameters,
     names_by_group,
     refuse_second_derivatives,
@@ -42,6 +44,7 @@ from accelerate.strategies.fsdp import flat_states, flat_weights
 from accelerate.strategies.fsdp.gathered import GatheredWeights, UnitParameter
 from accelerate.strategies.fsdp.gradient_hooks import (
     hooked_parameters,
+    refuse_hooks,
     refuse_lost_hooks,
 )
 from accelerate.strategies.fsdp.parameters import ensure_weights_retied, get_parameters_from_modules
@@ -53,6 +56,7 @@ from accelerate.strategies.replicas import ADDED, ALL_RANKS, ReplicaCheck, watch
 from accelerate.strategies.request import Context
 from accelerate.strategies.session import parameter_ids
 from accelerate.strategies.state import Fill, WholeWeights
+from accelerate.strategies.tolerances import must_compare
 from accelerate.strategies.trial_steps import needs_whole_parameters
 from accelerate.strategies.views import return_no_views
 
@@ -174,6 +178,8 @@ class Fsdp1(Sharded):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.known = WeakIdKeyDictionary()  # parameters of models, with the groups that shard them
+        self._originals = WeakIdKeyDictionary()
+        self._num_backwards = 0
         self.roots: WeakSet[FSDP] = WeakSet()
         self._frozen: WeakKeyDictionary[nn.Module, torch_private.FrozenGradients] = WeakKeyDictionary()
         self._scales: WeakKeyDictionary[Any, GradientScales] = WeakKeyDictionary()
@@ -208,6 +214,8 @@ class Fsdp1(Sharded):
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
         wrapped = super().wrap_optimizer(optimizer, to_device=to_device)
         group = dist.group.WORLD
+        freed = UnitsFreedBeforeSteps(self.session.prepared.models, _units_of, _free_unit)
+        wrapped.observers = (*wrapped.observers, freed)
         if group is not None and not self.keeps_whole_weights:
             self._scales[wrapped] = GradientScales(group, self.context.device, self._divided_parameters)
             wrapped.observers = (*wrapped.observers, self._scales[wrapped])
@@ -231,6 +239,9 @@ class Fsdp1(Sharded):
                 gradients.restore()
         for optimizer, scales in list(self._scales.items()):
             scales.after_batch(optimizer.parameters())
+        self._num_backwards += 1
+        if must_compare(self._num_backwards):
+            refuse_hooks(list(self._originals), torch_private.GRADIENT_HOOKS)
 
     def split(self, model: nn.Module) -> nn.Module:
         """Returns the wrapped model, in which each unit has its own wrapper."""
@@ -266,13 +277,14 @@ class Fsdp1(Sharded):
             if unit.group is not None and unit.is_sharded:
                 stepped = [unit.flat] if unit.originals is None else unit.originals
                 self.known.update(dict.fromkeys(stepped, (unit.group,)))
+                self._originals.update(dict.fromkeys(unit.originals or ()))
         self.roots.add(sharded)  # type: ignore[arg-type]
         self._frozen[sharded] = frozen = torch_private.FrozenGradients(sharded)
         sharded.register_forward_pre_hook(frozen.hide)
         sharded.register_forward_hook(frozen.restore)
         torch_private.watch_freezing(sharded, partial(_refuse_freezing, type(model).__name__))
         sharded.register_forward_pre_hook(_initialize)
-        sharded.register_forward_hook(_free_after_evaluation)
+        sharded.register_forward_hook(_free_without_backward)
         if plugin.activation_checkpointing:
             recompute(sharded, chosen)
         return sharded
@@ -375,20 +387,29 @@ def _initialize(root: nn.Module, args: object) -> None:
             torch_private.initialize_fsdp1(root, root)
 
 
-def _free_after_evaluation(root: nn.Module, args: object, outputs: object) -> None:
-    """Frees gathered parameters after a forward without gradients, so that the next forward gathers changes.
+def _free_without_backward(root: nn.Module, args: object, outputs: object) -> None:
+    """Frees gathered parameters after a forward without a backward, so that the next one gathers changes.
 
     Torch keeps those of the outermost unit, and with SHARD_GRAD_OP of all units, for a backward pass.
     """
-    if not torch.is_grad_enabled():
+    if has_no_backward(outputs):
         _free(root)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _free(root: nn.Module) -> None:
     for _, unit in torch_private.flat_units(root):
-        if not unit.is_summoned:
-            unit.reshard()
+        _free_unit(unit)
+
+
+def _free_unit(unit: torch_private.FlatUnit) -> None:
+    if not unit.is_summoned:
+        unit.reshard()
+
+
+def _units_of(model: nn.Module) -> list[torch_private.FlatUnit]:
+    root = root_of(model)
+    return [] if root is None else [unit for _, unit in torch_private.flat_units(root)]
 
 
 def _refuse_freezing(kind: str, name: str) -> NoReturn:
