@@ -372,6 +372,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         with torch.enable_grad():
             return closure()
 
+    def _call_before_update(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Calls a closure, and returns a function that returns its result."""
+        reason = "the optimizer may call it several times, and a step is taken or skipped after one call"
+        fix = "Leave out fp16, --replicas and skip_nonfinite_updates, or use another optimizer"
+        return partial(_identity, self._call_once(closure, reason, fix))
+
     def _complete(self, closure: Callable[[], Any] | None = None) -> Any:
         """Ends the window after its last backward pass, which may be that of a closure."""
         result = None if closure is None else closure()
@@ -382,14 +388,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         self._is_overflow = False
-        is_conditional = bool(self.conditions) or self.skips_nonfinite
-        if closure is not None and (is_conditional or (self.scaler is not None and self.scaler.is_enabled())):
-            # The closure computes scaled gradients, which the scaler unscales before the update.
-            reason = "the optimizer may call it several times, and a step is taken or skipped after one call"
-            fix = "Leave out fp16, --replicas and skip_nonfinite_updates, or use another optimizer"
-            closure = partial(_identity, self._call_once(closure, reason, fix))
-        if is_conditional and not self._meets_conditions():
-            return None
+        if self.conditions or self.skips_nonfinite:
+            closure = closure and self._call_before_update(closure)
+            if not self._meets_conditions():
+                return None
         if self.steps_in_backward:
             self.num_updates += 1
             return None
@@ -419,6 +421,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         scaler: torch.amp.GradScaler = self.scaler  # type: ignore[assignment]
+        if closure is not None and scaler.is_enabled():  # it computes gradients that are unscaled first
+            closure = self._call_before_update(closure)
         step: Callable[..., Any] = self._optimizer_patched_step_method
         for wrapper in self.step_wrappers:
             step = partial(wrapper, step)

@@ -319,7 +319,9 @@ class Accelerator(ProcessControl):
                 return known  # type: ignore[return-value]
         self._runtime.strategy.check_model(model)
         moves = self.device_placement if device_placement is None else device_placement
-        moves = moves and not getattr(model, "hf_device_map", None) and not hooks.is_any_offloaded(model)
+        moves = moves and not getattr(model, "hf_device_map", None)
+        if moves and any(parameter.is_meta for parameter in model.parameters()):
+            moves = not hooks.is_any_offloaded(model)
         prepared = strategies.mark_prepared(
             self._runtime.strategy.wrap_model(model, to_device=moves, evaluation=evaluation_mode)
         )
@@ -587,9 +589,6 @@ class Accelerator(ProcessControl):
         Raises:
             ConfigurationError: The loss is not a tensor. Also an `AttributeError`.
         """
-        if not hasattr(loss, "backward"):
-            reason, fix = "it is not a tensor", "Pass the loss itself, and not the result of loss.item()"
-            raise wrong_value("loss", loss, reason, fix, AttributeError)
         runtime, accumulation = self._runtime, self._accumulation
         observers = runtime.observers
         observers.loss_computed(loss)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -163,7 +164,8 @@ class Strategy:
     def check_optimizer(self, optimizer: Any) -> None:
         """Raises an error for an optimizer that cannot work, and logs a warning for one that steps early."""
         name = type(optimizer).__name__
-        offloaded = [p for group in optimizer.param_groups for p in group["params"] if is_unloaded(p)]
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        offloaded = [parameter for parameter in parameters if parameter.is_meta and is_unloaded(parameter)]
         if offloaded:
             raise PreparationError(
                 f"{len(offloaded)} parameters of {name} are offloaded. Their values are loaded for each "
@@ -294,7 +296,13 @@ class Strategy:
         """Computes the gradients of a loss, which is scaled for gradient accumulation already."""
         if self.precision.scale_loss is not None:
             loss = self.precision.scale_loss(loss)
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        try:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        except AttributeError:
+            if hasattr(loss, "backward"):
+                raise
+            reason, fix = "it is not a tensor", "Pass the loss itself, and not the result of loss.item()"
+            raise wrong_value("loss", loss, reason, fix, AttributeError) from None
         if self.layers and self.context.gradients.sync_gradients:
             for layer in self.layers:
                 layer.backward_done()
