@@ -94,8 +94,7 @@ class AcceleratedScheduler:
 
     A schedule by epoch has as many epochs on any number of processes. So a call is one step of the inner
     scheduler, also within an accumulation window, if it has an argument (a metric or an epoch), or if it
-    follows more than one update, the end of the pass over a loader in which the optimizer stepped, or a pass
-    without an update.
+    follows more than one update, or the end of the pass over a loader in which the optimizer stepped.
 
     Args:
         scheduler: Scheduler of `torch.optim.lr_scheduler`, or any object with `step`.
@@ -131,7 +130,6 @@ class AcceleratedScheduler:
         self.total_steps: int | None = getattr(scheduler, "total_steps", None)
         self.updates_at_call: Sequence[int] = ()
         self._passes_at_call: list[tuple[int, bool]] = []
-        self._begun_at_call = 0
         self.record_call()
         self._end_warning = _ScheduleEndWarning()
 
@@ -156,9 +154,7 @@ class AcceleratedScheduler:
             elif True in skipped:
                 is_due = False
             self._passes_at_call = [(number, False) for number, _ in passes]
-        elif updates == self.updates_at_call and self.gradient_state.has_ended_after(self._begun_at_call):
-            steps, is_due = 1, True  # a pass without an update
-        self.updates_at_call, self._begun_at_call = updates, self.gradient_state.num_passes
+        self.updates_at_call = updates
         if (args or kwargs) and any(value is not None for value in (*args, *kwargs.values())):
             self.scheduler.step(*args, **kwargs)
             return
@@ -186,7 +182,6 @@ class AcceleratedScheduler:
         """
         self.updates_at_call = updates or [optimizer.num_updates for optimizer in self.optimizers]
         self._passes_at_call = [(optimizer.last_pass, False) for optimizer in self.optimizers]
-        self._begun_at_call = self.gradient_state.num_passes
 
     def _is_by_epoch(self, skipped: Sequence[bool]) -> bool:
         """Returns whether the optimizers have stepped more than once since the last call, or in a whole pass.

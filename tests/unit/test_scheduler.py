@@ -314,7 +314,6 @@ EPOCHS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any], list[fl
         {"skipped": (1,)},
         STEADY,
     ),
-    "passes without an update": ({"build": halved}, (), {"last": 0}, STEADY),
     "all updates skipped": ({"build": halved, "batches": 2}, (), {"skipped": (0, 1)}, [1.0] * 4),
     "a metric": ({"build": plateau}, (1.0,), {}, [1.0, 1.0, 1.0, 0.5]),
     "a metric after one update": ({"build": plateau, "batches": 1}, (1.0,), {}, [1.0, 1.0, 1.0, 0.5]),

@@ -42,7 +42,6 @@ class GradientState(SharedState):
         plugin_kwargs: Fields of the plugin that differ from their defaults. May be changed.
         only_pass: Number of the pass over the only loader that is being read, 0 if none is, and None if
             several are.
-        num_passes: Number of passes over prepared loaders that have begun.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = SharedDict()
@@ -50,8 +49,8 @@ class GradientState(SharedState):
     sync_gradients: bool
     plugin_kwargs: dict[str, Any]
     only_pass: int | None
-    num_passes: int
     _dataloader_references_ref: list[PassReference | None]
+    _num_passes: int
     _driving: weakref.ref[Any] | None
     _is_xla_gradients_synced: bool
 
@@ -62,7 +61,7 @@ class GradientState(SharedState):
                 sync_gradients=True,
                 only_pass=0,
                 _dataloader_references_ref=[None],
-                num_passes=0,
+                _num_passes=0,
                 _driving=None,
                 plugin_kwargs={"num_steps": 1},
                 _is_xla_gradients_synced=False,
@@ -124,10 +123,6 @@ class GradientState(SharedState):
         others = self._dataloader_references_ref[1:]
         return all(other is None or other.number < number or number in other.outer for other in others)
 
-    def has_ended_after(self, number: int) -> bool:
-        """Returns whether a pass with a larger number has begun, and all passes have ended."""
-        return self.num_passes > number and self.only_pass == 0
-
     @property
     def end_of_dataloader(self) -> bool:
         """True after the last batch of the active loader, and False without a loader."""
@@ -178,7 +173,7 @@ class GradientState(SharedState):
         """Registers a loader, which is active until it is removed or garbage collected."""
         references = self._dataloader_references_ref
         reference = PassReference(dataloader, lambda dead: self._discard(references, dead))
-        self.num_passes = reference.number = self.num_passes + 1
+        self._num_passes = reference.number = self._num_passes + 1
         reference.outer = frozenset(outer.number for outer in references if outer is not None)
         references.append(reference)
         self._count_passes()
