@@ -449,3 +449,21 @@ def test_a_scheduler_that_is_prepared_first_follows_its_own_optimizer() -> None:
     other.step()
     scheduler.step()
     assert scheduler.scheduler.last_epoch == 0
+
+
+def test_evaluations_between_windows_of_data_that_is_not_prepared_add_no_step() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model: Any = torch.nn.Linear(1, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    loader: Any = DataLoader(torch.ones(4, 1))
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    for expected in (0.25, 0.0625, 0.015625):
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 1)).sum())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        assert scheduler.get_last_lr() == [expected]
+        list(loader)
