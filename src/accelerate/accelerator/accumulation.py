@@ -171,8 +171,7 @@ class Accumulation:
     def advance(self, current: MicroBatches, models: Sequence[nn.Module]) -> bool:
         """Begins a micro-batch of models, and returns whether it synchronizes gradients."""
         gradients = self.gradients
-        options = gradients.plugin_kwargs
-        ends_pass = False
+        options, ends_pass = gradients.plugin_kwargs, False
         if is_first := current.position == 0:
             current.num_steps = options.get("num_steps", 1)
         if gradients.only_pass != 0:

@@ -298,14 +298,14 @@ class Strategy:
             loss = self.precision.scale_loss(loss)
         try:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            if self.layers and self.context.gradients.sync_gradients:
+                for layer in self.layers:
+                    layer.backward_done()
         except AttributeError:
             if hasattr(loss, "backward"):
                 raise
             reason, fix = "it is not a tensor", "Pass the loss itself, and not the result of loss.item()"
             raise wrong_value("loss", loss, reason, fix, AttributeError) from None
-        if self.layers and self.context.gradients.sync_gradients:
-            for layer in self.layers:
-                layer.backward_done()
 
     def forward_backward(
         self,
