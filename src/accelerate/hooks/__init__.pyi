@@ -7,13 +7,9 @@ from accelerate.devices import (
 )
 from accelerate.hooks.align import (
     AlignDevicesHook as AlignDevicesHook,
-    Prefetcher as Prefetcher,
     Slot as Slot,
-    StreamTransfer as StreamTransfer,
-    Transfer as Transfer,
     all_on_device as all_on_device,
     find_slots as find_slots,
-    transfer_to as transfer_to,
 )
 from accelerate.hooks.base import (
     METHODS_THAT_MOVE as METHODS_THAT_MOVE,
@@ -43,6 +39,12 @@ from accelerate.hooks.offload import (
     is_any_offloaded as is_any_offloaded,
     read_weight as read_weight,
     stored_weights as stored_weights,
+)
+from accelerate.hooks.prefetch import (
+    Prefetcher as Prefetcher,
+    StreamTransfer as StreamTransfer,
+    Transfer as Transfer,
+    transfer_to as transfer_to,
 )
 from accelerate.hooks.unloaded import is_unloaded as is_unloaded
 from accelerate.nested import find_device as find_device, send_to_device as send_to_device

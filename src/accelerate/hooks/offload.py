@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.devices import clear_device_cache, hardware_table, of_device
-from accelerate.hooks.align import AlignDevicesHook, Prefetcher, Shared, Slot
+from accelerate.hooks.align import AlignDevicesHook, Shared, Slot
 from accelerate.hooks.base import (
     HOOK,
     Arguments,
@@ -21,6 +21,7 @@ from accelerate.hooks.base import (
     not_traced,
     remove_hook_from_module,
 )
+from accelerate.hooks.prefetch import Prefetcher
 from accelerate.nested import send_to_device
 from accelerate.weights import (
     Device,

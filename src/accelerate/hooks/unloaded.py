@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, SupportsIndex, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from accelerate.base import StateError, as_builtin
 from accelerate.nested import recursively_apply
+
+Function: TypeAlias = Callable[..., Any]
 
 _PROPERTIES_WITH_VALUES = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 _WITHOUT_VALUES = frozenset(
@@ -59,12 +61,16 @@ class UnloadedTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        cls,
+        func: Function,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         name = func.__name__
         if name in ("__get__", "__set__", "__delete__"):
-            if getattr(func.__self__, "__name__", "") not in _PROPERTIES_WITH_VALUES:
+            if getattr(getattr(func, "__self__", None), "__name__", "") not in _PROPERTIES_WITH_VALUES:
                 result = _as_tensor(func, args, kwargs)
                 return _linked(result, args[0]) if isinstance(result, UnloadedTensor) else result
         elif name in _WITHOUT_VALUES:
@@ -82,7 +88,7 @@ class UnloadedTensor(Tensor):
         vars(copied).update(vars(self))
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         if self._has_own_values:
             return cast("Any", values_of(self)).__reduce_ex__(protocol)
         return _rebuild, (_as_meta(self), vars(self).copy())
@@ -151,13 +157,13 @@ def _read_as(source: UnloadedTensor, dtype: torch.dtype) -> Tensor:
     return values_of(source).detach().to(dtype)
 
 
-def _as_tensor(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _as_tensor(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a function of torch with meta tensors, and returns its tensors in the same class."""
     function: Any = super(UnloadedTensor, UnloadedTensor).__torch_function__
     return function(func, (UnloadedTensor,), args, kwargs)
 
 
-def _convert(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _convert(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns a weight in another dtype without values, or an entry of a state dict on another device."""
     source: UnloadedTensor = args[0]
     try:
@@ -187,5 +193,5 @@ def _refuse_change(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         )
 
 
-def _with_values(arguments: Any) -> Any:
+def _with_values(arguments: object) -> Any:
     return recursively_apply(values_of, arguments, test_type=lambda item: isinstance(item, UnloadedTensor))

@@ -53,13 +53,13 @@ def _has_conversion(item: object) -> bool:
     return _is_half(item) or (_is_plain_dataclass(item) and _contains_half(item))
 
 
-def _contains_half(item: Any) -> bool:
+def _contains_half(item: object) -> bool:
     if isinstance(item, (tuple, list)):
         return any(map(_contains_half, item))
     if isinstance(item, Mapping):
         return any(map(_contains_half, item.values()))
     if _is_plain_dataclass(item):
-        return any(_contains_half(getattr(item, field.name, None)) for field in fields(item))
+        return any(_contains_half(getattr(item, field.name, None)) for field in fields(item))  # type: ignore[arg-type]
     return _is_half(item)
 
 

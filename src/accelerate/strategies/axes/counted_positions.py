@@ -46,7 +46,11 @@ class SitesOf(TorchFunctionMode):
         return frozenset(self._found - self._others)
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch_private.arange and (site := _caller()) is not None:
             is_found = _end_of(args, kwargs or {}) == self._length

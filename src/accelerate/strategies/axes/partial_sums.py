@@ -7,7 +7,7 @@ the derivatives of some steps are recorded in the backward pass, and compared af
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,12 @@ class PartialSums:
         self._num_forwards -= 1
 
     def watch(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, length: int
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        output: object,
+        length: int,
     ) -> None:
         """Records the derivative by the output of a function in the backward pass, if it is such a sum.
 

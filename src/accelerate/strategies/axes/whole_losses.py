@@ -115,7 +115,7 @@ def block_losses(shards: SequenceShards, sums: PartialSums) -> FunctionMode:
         sums: Watches other sums over positions.
     """
 
-    def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in LOSSES and not sequence_state().depth:
             arguments = named_arguments(args, kwargs)
             refuse_whole_labels(arguments, shards)
