@@ -331,7 +331,7 @@ def test_a_unit_that_tensor_parallelism_shards_is_an_error(run: Run) -> None:
 
 
 def refuse_frozen() -> str:
-    with pytest.raises(PreparationError, match="outside of the forward") as raised:
+    with pytest.raises(PreparationError, match="in the forward of the model") as raised:
         train_frozen(True, "fsdp2", "outside")
     return str(raised.value)
 

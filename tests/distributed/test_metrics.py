@@ -225,7 +225,7 @@ def test_uneven_ends(run: Run) -> None:
         even, ((seen, message), (others, silence)) = zip(*ranks, strict=True)
         assert even == ((list(range(11)), ""),) * 2
         assert seen == others == list(range(6))
-        assert "processes [1] have no batch" in message
+        assert "ranks [1] have no batch" in message
         assert silence == ""
 
 

@@ -591,18 +591,24 @@ class Accelerator(ProcessControl):
         """
         runtime, accumulation = self._runtime, self._accumulation
         observers = runtime.observers
-        observers.loss_computed(loss)
-        if accumulation.trained:
-            accumulation.begin_backward()
-        if kwargs or runtime.prepared.stepping_in_backward:
-            self._backward_with(loss, **kwargs)
-            return
-        loss = accumulation.scale(loss)
-        observers.before_backward(loss, kwargs)
-        runtime.strategy.backward(loss)
-        observers.after_backward()
-        if accumulation.trained:
-            accumulation.end_backward()
+        try:
+            observers.loss_computed(loss)
+            if accumulation.trained:
+                accumulation.begin_backward()
+            if kwargs or runtime.prepared.stepping_in_backward:
+                self._backward_with(loss, **kwargs)
+                return
+            loss = accumulation.scale(loss)
+            observers.before_backward(loss, kwargs)
+            runtime.strategy.backward(loss)
+            observers.after_backward()
+            if accumulation.trained:
+                accumulation.end_backward()
+        except (AttributeError, TypeError):
+            if hasattr(loss, "backward"):
+                raise
+            reason, fix = "it is not a tensor", "Pass the loss itself, and not the result of loss.item()"
+            raise wrong_value("loss", loss, reason, fix, AttributeError) from None
 
     def _backward_with(
         self,

@@ -128,7 +128,9 @@ def _loader() -> type[yaml.SafeLoader]:
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             keys: set[tuple[str, str]] = set()
             for key, _ in node.value:  # before merged mappings are added, which may repeat keys
-                if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in keys:
+                if not isinstance(key, yaml.ScalarNode):
+                    continue
+                if (key.tag, key.value) in keys:
                     reason = f"the key {shown(key.value)} occurs twice: remove one of them"
                     raise ConstructorError(None, None, reason, key.start_mark)
                 keys.add((key.tag, key.value))

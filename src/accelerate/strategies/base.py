@@ -296,16 +296,10 @@ class Strategy:
         """Computes the gradients of a loss, which is scaled for gradient accumulation already."""
         if self.precision.scale_loss is not None:
             loss = self.precision.scale_loss(loss)
-        try:
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
-            if self.layers and self.context.gradients.sync_gradients:
-                for layer in self.layers:
-                    layer.backward_done()
-        except AttributeError:
-            if hasattr(loss, "backward"):
-                raise
-            reason, fix = "it is not a tensor", "Pass the loss itself, and not the result of loss.item()"
-            raise wrong_value("loss", loss, reason, fix, AttributeError) from None
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        if self.layers and self.context.gradients.sync_gradients:
+            for layer in self.layers:
+                layer.backward_done()
 
     def forward_backward(
         self,

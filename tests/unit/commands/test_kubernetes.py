@@ -251,7 +251,7 @@ def test_workers_of_a_pod_have_the_variables_of_a_launch_here(
 ) -> None:
     words = ("--config_file", str(config), "--num_machines", "2", "--num_processes", "4")
     here = ("--main_process_ip", "any", "--machine_rank", "1", "train.py")
-    environ = {"ACCELERATE_HANG_TIMEOUT": "7", "PARALLELISM_CONFIG_CP_SIZE": "2"}
+    environ = {"ACCELERATE_HANG_TIMEOUT": "7", "PARALLELISM_CONFIG_CP_SIZE": "4"}
     container = container_of(text := manifest("jobset", *words, **environ))
     started = {**variables_of(text), "JOB_COMPLETION_INDEX": "1"}
     expected = plan_of([*words, *here], environ)

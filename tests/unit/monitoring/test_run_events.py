@@ -96,7 +96,7 @@ def test_a_stop_request_ends_the_run_as_stopped(tmp_path: Path, monkeypatch: pyt
     assert isinstance(warning, Event)
     assert warning.name == "warning"
     assert (stop.name, stop.step) == ("stop", 10)
-    assert "process 0" in stop.text
+    assert "rank 0" in stop.text
     assert isinstance(ended, End)
     assert ended.how == "stopped"
 
