@@ -33,7 +33,7 @@ FIXED_VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), "torchinductor_accelerate_tests"),
 }
 STATES = ("AcceleratorState", "PartialState", "GradientState")
-PATIENCE = 15.0  # seconds that threads and processes get to end after their test
+PATIENCE = 5.0  # seconds that threads and processes get to end after their test
 POLL = 0.02
 SECONDS_OF_SLOW_TESTS = 900  # of tests without a timeout of their own, on a busy machine
 
