@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from accelerate import torch_private
 from accelerate.hooks.base import Arguments, ModelHook, not_traced
 from accelerate.hooks.prefetch import Copy, Prefetcher
 from accelerate.hooks.unloaded import UnloadedTensor, as_unloaded
@@ -100,14 +101,16 @@ class Slot:
         """
         empty, filled = self.empty, self.filled
         values: Tensor = self.source.weights_map[self.name]
-        if (
-            self.address is not None
-            and filled is not None
-            and values.data_ptr() == self.address
-            and self.tensors[self.key] is empty
-            and filled.dtype == empty.dtype
-            and filled.requires_grad is empty.requires_grad
-        ):
+        with torch_private.without_torch_functions():  # attributes of an UnloadedTensor take longer with them
+            is_kept = (
+                self.address is not None
+                and filled is not None
+                and values.data_ptr() == self.address
+                and self.tensors[self.key] is empty
+                and filled.dtype == empty.dtype
+                and filled.requires_grad is empty.requires_grad
+            )
+        if is_kept and filled is not None:
             self._put(filled)
             return
         self.keep_changes()
