@@ -211,3 +211,39 @@ def test_forwards_after_a_step_use_its_weights(run: Run, version: int) -> None:
     for trained, plain in zip(weights, (model, teacher), strict=True):
         for name, expected in plain.state_dict().items():
             torch.testing.assert_close(trained[name], expected, rtol=1e-9, atol=1e-9)
+
+
+def count_items() -> Any:
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=1,
+        state_dict_type="FULL_STATE_DICT",
+        use_orig_params=True,
+        auto_wrap_policy="size_based_wrap",
+        min_num_params=20,
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    model = build_net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for index, batch in enumerate(batches()):
+        part = batch.chunk(accelerator.num_processes)[accelerator.process_index][: 1 + index % 2]
+        with accelerator.accumulate(model, num_items=len(part)):
+            accelerator.backward(model(part).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+def test_gradients_of_several_flat_units_are_rescaled_once(run: Run) -> None:
+    weights, _ = run(count_items)
+    model = build_net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    parts = [
+        torch.cat([part[: 1 + index % 2] for part in batch.chunk(2)]) for index, batch in enumerate(batches())
+    ]
+    for window in (parts[:2], parts[2:4]):
+        sums = [model(part).square().sum() for part in window]
+        (torch.stack(sums).sum() / sum(map(len, window))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, expected in model.state_dict().items():
+        torch.testing.assert_close(weights[name], expected, rtol=1e-9, atol=1e-9)

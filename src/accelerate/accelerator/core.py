@@ -856,7 +856,7 @@ class Accelerator(ProcessControl):
         Raises:
             ConfigurationError: `max_norm` is negative or NaN.
         """
-        if isinstance(max_norm, int | float) and not max_norm >= 0:
+        if isinstance(max_norm, (int, float)) and not max_norm >= 0:
             fix = 'Give float("inf") for the norm without clipping'
             raise wrong_value("max_norm", max_norm, "gradients would change their sign or become NaN", fix)
         max_norm = max_norm if self.sync_gradients else math.inf

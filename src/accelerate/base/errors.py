@@ -118,9 +118,10 @@ def _joined(kind: type[Exception], further: tuple[type[BaseException], ...]) -> 
 def wrong_value(
     name: str, value: object, reason: str, fix: str, *kinds: type[BaseException]
 ) -> ConfigurationError:
-    """Returns the error `NAME=VALUE: reason. Fix.` for one wrong value.
+    """Returns the error for a wrong value, with its name, the reason and the fix.
 
-    The name is that of a flag, a file key, a variable or an argument, as the user wrote it.
+    The text is `NAME=VALUE: reason. Fix.` The name is that of a flag, a file key, a variable or an
+    argument, as the user wrote it.
     `kinds` are further classes of the error (`as_builtin`).
     """
     fix = fix[:1].upper() + fix[1:]

@@ -98,8 +98,8 @@ def refuse_path(argument: str, path: str | os.PathLike[str]) -> None:
     """Raises an error for a path that no file system has.
 
     Raises:
-        ConfigurationError: It is no path, contains a NUL character or text without an encoding, or a part is
-            too long.
+        ConfigurationError: It is not a path, contains a NUL character or text without an encoding, or a part
+            is too long.
     """
     if not isinstance(path, (str, bytes, os.PathLike)):
         raise wrong_value(argument, path, "it is not a path", "Pass a string or a path", TypeError)

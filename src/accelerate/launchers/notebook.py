@@ -185,7 +185,7 @@ def _check_arguments(
         raise wrong_value("mixed_precision", precision, "no such precision", f"Use one of {', '.join(names)}")
     for name, value in (("num_nodes", machines), ("node_rank", machine)):
         if not isinstance(value, Integral):
-            raise wrong_value(name, value, "it is no whole number", "Give an integer", TypeError)
+            raise wrong_value(name, value, "it is not a whole number", "Give an integer", TypeError)
     if not 0 <= machine < machines:
         fix = f"Use a number from 0 to {machines - 1}"
         raise wrong_value("node_rank", machine, f"there are {machines} machines", fix)

@@ -8,11 +8,17 @@ import pytest
 
 from accelerate.base import ConfigurationError
 from accelerate.plugins import (
+    SCHEDULES,
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
+from accelerate.settings.sections.strategies import PP_SCHEDULES
+
+
+def test_the_launcher_accepts_all_schedules() -> None:
+    assert tuple(SCHEDULES) == PP_SCHEDULES
 
 
 def test_context_parallelism_gathers_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -322,6 +322,11 @@ class MegatronSection(Section):
 
 MESH_SIZES = (1, 10**6)
 """Limits of the size of a dimension of the mesh."""
+PP_SCHEDULES = (
+    *("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbvzerobubble"),
+    "dualpipev",
+)
+"""Names of pipeline schedules, whose properties `plugins.training` has."""
 
 
 class _MeshSection(Section):
@@ -394,12 +399,8 @@ class PipelineSection(_MeshSection):
 
     parallelism_config_pp_schedule: str = option(
         "1f1b",
-        "Order of the passes of micro-batches: gpipe, 1f1b, interleaved1f1b, loopedbfs, "
-        "interleavedzerobubble, zbvzerobubble or dualpipev.",
-        words=(
-            *("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbvzerobubble"),
-            "dualpipev",
-        ),
+        f"Order of the passes of micro-batches: {', '.join(PP_SCHEDULES[:-1])} or {PP_SCHEDULES[-1]}.",
+        words=PP_SCHEDULES,
     )
     parallelism_config_pp_microbatches: int = option(
         8, "Micro-batches into which a pipeline splits a batch.", limits=(1, 10**6)

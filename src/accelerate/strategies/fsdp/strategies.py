@@ -146,7 +146,7 @@ class Sharded(Strategy, ABC):
         for other in bundle.of(Kind.OTHER):
             if callable(getattr(other, "step", None)) and callable(getattr(other, "zero_grad", None)):
                 raise PreparationError(
-                    f"{type(other).__name__} has `step` and `zero_grad` as an optimizer, but is no "
+                    f"{type(other).__name__} has `step` and `zero_grad` like an optimizer, but is not a "
                     "torch optimizer, so sharded parameters cannot replace those that it steps. Derive it "
                     "from torch.optim.Optimizer."
                 )
