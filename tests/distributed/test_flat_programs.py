@@ -49,6 +49,8 @@ def change(kind: str, model: Any, optimizer: Any) -> None:
             nn.utils.clip_grad_norm_(parameter, 1e-2)
     elif kind == "rate":
         optimizer.param_groups[0]["lr"] = 0.1 / float(norm)
+    elif kind == "decay":
+        optimizer.param_groups[0]["weight_decay"] = 0.1 / float(norm)
     elif kind == "perturbed":  # sharpness-aware minimization
         with torch.no_grad():
             for parameter in trained:
@@ -93,7 +95,8 @@ REFUSED = {
     "clipped": "Ranks with parts of a model have scaled their gradients by different factors",
     "clipped alone": "Ranks with parts of a model have scaled their gradients by different factors",
     "perturbed": "Ranks with parts of a model have changed their weights by different multiples",
-    "rate": "Ranks have different learning rates after step 1 of SGD",
+    "rate": "Ranks have different values of 'lr' in their parameter groups after step 1 of SGD",
+    "decay": "Ranks have different values of 'weight_decay' in their parameter groups after step 1 of SGD",
 }
 
 

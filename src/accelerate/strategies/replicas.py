@@ -40,8 +40,6 @@ _requires_grad = attrgetter("requires_grad")
 
 Ranks = tuple[int, ...]
 ALL_RANKS: Ranks = ()
-_RATES: Ranks = (-1,)
-"""Key of learning rates among those of the ranks that have the same parameters."""
 Key = tuple[Ranks, str]
 """Ranks that have the same elements of a parameter, and its name."""
 
@@ -167,31 +165,41 @@ class ReplicaCheck:
         self._due = 2 * self._steps
         replicated = self._find_replicated(optimizer)
         with flight_recorder().entry(PURPOSE):
-            own = {
-                ranks: hashlib.blake2b(repr(digests(several)).encode(), digest_size=8).digest()
-                for ranks, several in replicated.items()
+            own: dict[Ranks | str, bytes] = {
+                ranks: _short_digest(digests(several)) for ranks, several in replicated.items()
             }
-            own[_RATES] = self._digest_rates(optimizer)
+            own.update((option, _short_digest(n)) for option, n in self._options_of(optimizer).items())
             different = _differing(current_transport().gather_object(own))
-            if _RATES in different:
-                self._refuse_rates(optimizer)
+            for option in different:
+                if isinstance(option, str):
+                    self._refuse_option(optimizer, option)
             if different:
                 self._explain(optimizer, {ranks: replicated.get(ranks, []) for ranks in different})
 
-    def _digest_rates(self, optimizer: AcceleratedOptimizer) -> bytes:
-        """Returns the learning rates of ranks with different elements, whose weights do not show them."""
+    def _options_of(self, optimizer: AcceleratedOptimizer) -> dict[str, list[float]]:
+        """Returns the learning rates and other floating-point options of groups, if weights do not show them.
+
+        Weights show them if ranks have the same elements. Integers are not compared, because an optimizer may
+        count the steps of a group only on ranks that have elements of it.
+        """
+        found: dict[str, list[float]] = {}
         strategy = self.strategy
         if not strategy.shards_models or any(layer.divides_models for layer in strategy.layers):
-            return b""
-        return repr(_rates(optimizer)).encode()
+            return found
+        for group in optimizer.param_groups:
+            for option, value in group.items():
+                is_number = isinstance(value, float) or (type(value) is Tensor and value.numel() == 1)
+                if is_number or option == "lr":
+                    found.setdefault(option, []).append(float(value))
+        return found
 
-    def _refuse_rates(self, optimizer: AcceleratedOptimizer) -> NoReturn:
-        rates = current_transport().gather_object(_rates(optimizer))
+    def _refuse_option(self, optimizer: AcceleratedOptimizer, option: str) -> NoReturn:
+        values = map(str, current_transport().gather_object(self._options_of(optimizer).get(option)))
         raise StateError(
-            f"Ranks have different learning rates after step {self._steps} of "
-            f"{type(optimizer.optimizer).__name__}: {listed(list(map(str, rates)))}. They were computed on "
-            "each rank alone, such as by a schedule that uses the loss of one rank, or by a norm of the "
-            "gradients of its shards. Compute them from values of all ranks: "
+            f"Ranks have different values of {option!r} in their parameter groups after step {self._steps} "
+            f"of {type(optimizer.optimizer).__name__}: {listed(list(values))}. They were computed "
+            "on each rank alone, such as by a schedule that uses the loss of one rank, or by a norm or a sum "
+            "over the gradients of its shards. Compute them from values of all ranks: "
             'accelerator.reduce(loss, "mean"), or accelerator.clip_grad_norm_(parameters, float("inf")) for '
             "the norm."
         )
@@ -241,8 +249,8 @@ class ReplicaCheck:
         return (None if parameter is None else self.cause(parameter)) or _GRADIENTS_DIFFER
 
 
-def _rates(optimizer: AcceleratedOptimizer) -> list[float]:
-    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+def _short_digest(numbers: Sequence[float]) -> bytes:
+    return hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
 
 
 GRADIENTS, WEIGHTS, ROUNDING = "gradients", "weights", "rounding"
