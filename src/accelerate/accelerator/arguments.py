@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import Field, fields, replace
 from typing import Any, TypeAlias, TypeVar, cast
 
 from accelerate import plugins, settings, strategies
@@ -96,6 +96,8 @@ def build_request(environ: Mapping[str, str], **arguments: Any) -> strategies.Ru
     for name, kind in _KINDS.items():
         if arguments[name] is not None:
             _check_kind(name, arguments[name], kind, TypeError)
+    handlers = _handlers(arguments)
+    _refuse_text_flags(arguments)
     for name, alternative, effect in _EXCLUSIVE:
         value = arguments[name]
         if value not in (None, 1) and arguments[alternative] is not None:
@@ -119,8 +121,23 @@ def build_request(environ: Mapping[str, str], **arguments: Any) -> strategies.Ru
         handlers=tuple(_listed_handlers(arguments)),
         notes=tuple(notes),
         **{field: _plugin(arguments, environ, *row) for field, row in _PLUGINS.items()},
-        **_handlers(arguments),
+        **handlers,
     )
+
+
+def _refuse_text_flags(arguments: _Arguments) -> None:
+    """Raises an error for a flag that is text, such as "false", which Python regards as true."""
+    flags = {name: arguments[name] for name in ("device_placement", "cpu", "split_batches")}
+    configs = [arguments[name] for name in _KINDS if arguments[name] is not None]
+    for config in (*configs, *_listed_handlers(arguments)):
+        flags.update((entry.name, getattr(config, entry.name)) for entry in fields(config) if _is_flag(entry))
+    for name, value in flags.items():
+        if isinstance(value, str):
+            raise wrong_value(name, value, "it is text, and not a boolean", "Pass True or False", TypeError)
+
+
+def _is_flag(entry: Field[Any]) -> bool:
+    return entry.type in ("bool", "bool | None", bool)
 
 
 def _refuse_older_plugin(arguments: _Arguments, environ: Mapping[str, str]) -> None:
@@ -295,6 +312,9 @@ def _listed_handlers(arguments: _Arguments) -> list[Any]:
     if isinstance(given, plugins.KwargsHandler):
         name = type(given).__name__
         raise wrong_value("kwargs_handlers", name, "it is not a list", f"Pass [{name}(...)]", TypeError)
+    if not isinstance(given, Iterable):
+        fix = "Pass a list, such as [AutocastKwargs()]"
+        raise wrong_value("kwargs_handlers", given, "it is not a list", fix, TypeError)
     return list(given)
 
 

@@ -245,6 +245,7 @@ class RunCheckpoints:
         session = runtime.checkpoints
         run = session.consensus, runtime.state.topology, session.timeout
         if input_dir is not None:
+            refuse_path("input_dir", input_dir)
             return checkpointing.loading.open_checkpoint(Path(input_dir).expanduser(), *run)
         durable: Iterator[checkpointing.CheckpointSource] = iter(())
         if project.automatic_checkpoint_naming:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from types import NoneType
 from typing import TypeAlias
 
 from torch import Tensor, nn
@@ -68,6 +69,9 @@ def split_into_units(
 def unsplit_classes(model: nn.Module, names: str | Collection[str] | None) -> frozenset[str]:
     """Returns the names of classes that are not split, by default the `_no_split_modules` of the model."""
     chosen = getattr(model, "_no_split_modules", None) if names is None else names
+    if not isinstance(chosen, (str, Iterable, NoneType)):
+        fix = 'Pass their names, such as ["LlamaDecoderLayer"]'
+        raise wrong_value("no_split_module_classes", chosen, "it does not name classes", fix, TypeError)
     return frozenset([chosen] if isinstance(chosen, str) else chosen or ())
 
 

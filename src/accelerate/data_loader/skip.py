@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from numbers import Real
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -35,8 +36,11 @@ def skip_first_batches(dataloader: Loader, num_batches: int = 0) -> Loader:
         A loader of the same kind; a `SkipDataLoader` for a torch loader over iterable data.
 
     Raises:
-        ConfigurationError: If the number of batches is negative.
+        ConfigurationError: If the number of batches is negative, or no number.
     """
+    number: object = num_batches
+    if not isinstance(number, Real):
+        raise wrong_value("num_batches", number, "it is not a number", "Use 0 or more", TypeError)
     if num_batches < 0:
         raise wrong_value(
             "num_batches", num_batches, "batches that were never read cannot be put back", "use 0 or more"

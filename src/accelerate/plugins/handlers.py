@@ -174,9 +174,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.bucket_cap_mb <= 0:
+        size: object = self.bucket_cap_mb
+        if not isinstance(size, Real) or size <= 0:
             fix = "Give a size in MiB above 0"
-            raise wrong_value("bucket_cap_mb", self.bucket_cap_mb, "a bucket cannot be empty", fix)
+            raise wrong_value("bucket_cap_mb", size, "it is not a positive number", fix)
         self.comm_hook = member("comm_hook", self.comm_hook, DDPCommunicationHookType)
         self.comm_wrapper = member("comm_wrapper", self.comm_wrapper, DDPCommunicationHookType)
         if self.comm_wrapper not in _WRAPPERS:

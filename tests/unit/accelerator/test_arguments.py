@@ -111,6 +111,10 @@ def test_a_disagreement_is_noted_with_both_sources() -> None:
         (passed(kwargs_handlers=[AutocastKwargs(), AutocastKwargs()]), {}, "AutocastKwargs.*twice"),
         (passed(kwargs_handlers=["ddp"]), {}, "not a KwargsHandler"),
         (passed(kwargs_handlers=AutocastKwargs()), {}, "kwargs_handlers='AutocastKwargs': it is not a list"),
+        (passed(kwargs_handlers=3), {}, "kwargs_handlers=3: it is not a list"),
+        (passed(cpu="false"), {}, "cpu='false': it is text"),
+        (passed(kwargs_handlers=[AutocastKwargs(enabled="no")]), {}, "enabled='no': it is text"),
+        (passed(dataloader_config=DataLoaderConfiguration(even_batches="no")), {}, "even_batches='no'"),
         (
             passed(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin()),
             {},
@@ -226,3 +230,11 @@ def test_fsdp_and_mesh_are_enabled_by_arguments_or_the_environment() -> None:
 def test_an_object_of_another_kind_is_refused(argument: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{argument}='dict': it is not a"):
         build(passed(**{argument: {}}), {})
+
+
+@pytest.mark.parametrize("steps", [0, 1.5, "2"])
+def test_a_count_of_steps_that_is_assigned_is_checked(steps: Any, states: None) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigurationError, match=f"gradient_accumulation_steps={steps!r}"):
+        accelerator.gradient_accumulation_steps = steps
+    assert accelerator.gradient_accumulation_steps == 2

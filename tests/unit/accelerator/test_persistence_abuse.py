@@ -230,6 +230,8 @@ def test_a_path_that_no_file_system_has_is_refused_before_anything_is_written(
         accelerator.save_state(path)
     with pytest.raises(ConfigurationError, match=f"(?s)save_directory=.*{reason}"):
         accelerator.save_model(nn.Linear(2, 1), path)
+    with pytest.raises(ConfigurationError, match=f"(?s)input_dir=.*{reason}"):
+        accelerator.load_state(path)
     for argument in ("project_dir", "logging_dir"):
         with pytest.raises(ConfigurationError, match=f"(?s){argument}=.*{reason}"):
             ProjectConfiguration(**{argument: path})  # type: ignore[arg-type]

@@ -125,6 +125,11 @@ def test_invalid_sizes_are_refused(size: Any) -> None:
         get_max_memory({"cpu": size})
 
 
+def test_names_of_classes_that_are_none_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no_split_module_classes=3: it does not name classes"):
+        split_into_units(nn.Linear(2, 1), no_split_module_classes=3)  # type: ignore[arg-type]
+
+
 def test_sizes_without_devices_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="it must map devices to sizes"):
         get_max_memory(["5GB"])  # type: ignore[arg-type]

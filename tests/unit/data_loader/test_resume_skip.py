@@ -150,9 +150,10 @@ def test_skipping_more_batches_than_there_are_gives_none() -> None:
     assert len(skipping) == 0
 
 
-def test_a_negative_number_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="num_batches=-1"):
-        skip_first_batches(DataLoader([1]), -1)
+@pytest.mark.parametrize("number", [-1, "1"])
+def test_a_number_of_batches_that_cannot_be_skipped_is_refused(number: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"num_batches={number!r}"):
+        skip_first_batches(DataLoader([1]), number)
 
 
 def test_a_late_start_of_a_plain_stream_keeps_the_settings_of_its_loader() -> None:

@@ -85,6 +85,7 @@ def test_a_scale_that_cannot_work_is_refused(wrong: dict[str, float]) -> None:
         {"comm_wrapper": "zip"},
         {"comm_wrapper": DDPCommunicationHookType.POWER_SGD},
         {"bucket_cap_mb": 0},
+        {"bucket_cap_mb": "25"},
     ],
 )
 def test_arguments_that_ddp_cannot_take_are_refused(wrong: dict[str, Any]) -> None:
