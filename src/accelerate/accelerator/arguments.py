@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, fields, replace
+from numbers import Integral
 from typing import Any, TypeAlias, TypeVar, cast
 
 from accelerate import plugins, settings, strategies
@@ -206,9 +207,15 @@ def _accumulation(
     steps = 1 if steps is None else steps
     if plugin is not None:
         return plugin if plugin.num_steps is not None else replace(plugin, num_steps=steps)
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise wrong_value(name, steps, "it is not a count of steps", "Pass an integer of at least 1")
+    check_steps(steps)
     return plugins.GradientAccumulationPlugin(num_steps=steps)
+
+
+def check_steps(steps: object) -> None:
+    """Raises an error for a value of `gradient_accumulation_steps` that is not a count of steps."""
+    if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
+        fix = "Pass an integer of at least 1"
+        raise wrong_value("gradient_accumulation_steps", steps, "it is not a count of steps", fix)
 
 
 def _steps_in_environment(environ: Mapping[str, str]) -> int | None:

@@ -37,7 +37,7 @@ from accelerate import (
     weights,
 )
 from accelerate.accelerator.accumulation import Accumulation
-from accelerate.accelerator.arguments import _UNSET, build_request
+from accelerate.accelerator.arguments import _UNSET, build_request, check_steps
 from accelerate.accelerator.gradients import (
     find_fused_optimizer,
     step_in_backward,
@@ -68,7 +68,6 @@ from accelerate.logging import get_logger
 from accelerate.monitoring import RunTimes
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.plugins.checks import whole_at_least
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import ProcessControl, step_clock
 
@@ -495,7 +494,7 @@ class Accelerator(ProcessControl):
         if self.gradient_state.global_batch_size is not None:
             name, reason = "gradient_accumulation_steps", "it follows from global_batch_size"
             raise wrong_value(name, gradient_accumulation_steps, reason, "Leave it out")
-        whole_at_least("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+        check_steps(gradient_accumulation_steps)
         self._runtime.groups.check_use("gradient_accumulation_steps", gradient_accumulation_steps)
         self._runtime.gradient_state.plugin_kwargs["num_steps"] = gradient_accumulation_steps
 
