@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset, Subset
 
 from accelerate.base import ConfigurationError, wrong_value
 from accelerate.state import process_group
@@ -84,8 +85,8 @@ class ProcessControl:
                 The default is False.
 
         Yields:
-            The shard of this rank, in a container of the same type. A single process gets the inputs
-            themselves.
+            The shard of this rank, in a container of the same type, or for a dataset of torch in a `Subset`.
+            A single process gets the inputs themselves.
 
         Raises:
             ConfigurationError: The inputs have no length or cannot be sliced, or those of a dictionary have
@@ -263,6 +264,10 @@ def split_for_rank(inputs: Any, size: int, rank: int, apply_padding: bool = Fals
     if type(inputs).__module__.partition(".")[0] == "datasets" and hasattr(inputs, "select"):
         rows: Any = range(start, end) or []  # datasets checks the start of an empty range
         return inputs.select([*rows, *[last] * padding] if padding else rows)
+    if hasattr(inputs, "iloc"):  # of pandas, whose slices may select labels, and which iterates over columns
+        return inputs.iloc[[*range(start, end), *[last] * padding]]
+    if isinstance(inputs, Dataset):  # a slice has the columns of a sample instead of samples
+        return Subset(inputs, [*range(start, end), *[last] * padding])
     try:
         shard = inputs[start:end]
     except TypeError:

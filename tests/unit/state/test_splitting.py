@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch.utils.data import TensorDataset
 
 from accelerate.base import ConfigurationError
 from accelerate.state import plan_split, split_for_rank
@@ -118,6 +120,32 @@ def test_datasets_are_selected_from() -> None:
         assert [split_for_rank(Rows([]), 3, rank, padding).rows for rank in range(3)] == [[]] * 3
         named = [split_for_rank({"a": Rows([7])}, 3, rank, padding)["a"].rows for rank in range(3)]
         assert named == expected
+
+
+class Frame:
+    """Replaces a data frame of pandas, which iterates over its columns, and whose `iloc` selects rows."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows, self.iloc = rows, self
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["a"])
+
+    def __getitem__(self, key: Any) -> Frame:
+        return Frame(self.rows[key] if isinstance(key, slice) else [self.rows[index] for index in key])
+
+
+def test_data_frames_and_datasets_of_torch_are_split_by_rows() -> None:
+    frame = Frame([10, 11, 12, 13])
+    pairs = TensorDataset(torch.arange(4), torch.arange(10, 14))
+    for padding, expected in ((False, [[10, 11], [12], [13]]), (True, [[10, 11], [12, 12], [13, 13]])):
+        shards = [split_for_rank(frame, 3, rank, padding) for rank in range(3)]
+        assert [shard.rows for shard in shards] == expected
+        subsets = [split_for_rank(pairs, 3, rank, padding) for rank in range(3)]
+        assert [[int(label) for _, label in subset] for subset in subsets] == expected
 
 
 def test_entries_of_different_length_are_refused() -> None:
