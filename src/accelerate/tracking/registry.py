@@ -124,10 +124,10 @@ def _expand(log_with: TrackerChoice | Iterable[TrackerChoice] | None) -> list[Tr
         return []
     is_several = isinstance(log_with, Iterable) and not isinstance(log_with, TrackerChoice)
     entries: list[Any] = list(log_with) if is_several else [log_with]  # type: ignore[arg-type]
-    entries = [plain_value(entry) for entry in entries]
-    if not any(entry == "all" for entry in entries):
-        return [_resolve(entry) for entry in entries]
-    return [*(entry for entry in entries if isinstance(entry, GeneralTracker)), *get_available_trackers()]
+    choices: list[TrackerChoice] = []
+    for entry in (plain_value(entry) for entry in entries):
+        choices += get_available_trackers() if entry == "all" else [_resolve(entry)]
+    return choices
 
 
 def _resolve(entry: TrackerChoice) -> TrackerChoice:

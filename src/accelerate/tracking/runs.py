@@ -402,7 +402,7 @@ class TensorBoardTracker(LibraryTracker):
         import yaml
 
         storable = {
-            name: value if isinstance(value, STORABLE) else str(value) for name, value in values.items()
+            name: value if type(value) in STORABLE else str(value) for name, value in plain(values).items()
         }
         # TensorBoard does not support None.
         shown = {name: str(value) if value is None else value for name, value in storable.items()}

@@ -102,6 +102,7 @@ def test_custom_trackers_are_kept() -> None:
     assert filter_trackers(mine) == [mine]
     assert filter_trackers([mine, mine, "tensorboard"], "logs") == [mine, LoggerType.TENSORBOARD]
     assert filter_trackers([mine, "all"], "logs") == [mine, LoggerType.TENSORBOARD]
+    assert filter_trackers(["all", "report", mine], "logs") == [LoggerType.TENSORBOARD, "report", mine]
 
 
 @pytest.mark.usefixtures("_missing")

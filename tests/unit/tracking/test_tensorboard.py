@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -88,7 +89,8 @@ def test_values_that_cannot_be_plotted_give_one_warning(
 
 def test_hyperparameters_are_kept_twice(tmp_path: Path) -> None:
     tracker = started(tmp_path)
-    tracker.store_init_configuration({"lr": 0.1, "name": "x", "layers": [1, 2], "seed": None})
+    values = {"lr": np.float64(0.1), "name": np.str_("x"), "layers": [1, 2], "seed": None}
+    tracker.store_init_configuration(values)
     assert calls(tracker)[1:] == [
         ("add_hparams", ({"lr": 0.1, "name": "x", "layers": "[1, 2]", "seed": "None"},), {"metric_dict": {}})
     ]
