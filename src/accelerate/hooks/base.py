@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from accelerate.base import wrong_value
 from accelerate.devices import BACKENDS
@@ -247,6 +248,8 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
     nn.ConvTranspose3d,
     nn.Linear,
 )
+READ_BY_OTHERS = (NonDynamicallyQuantizableLinear, nn.TransformerEncoderLayer)
+"""Output projection of attention, and module whose fast path uses the weights of its layers directly."""
 
 
 def attach_layerwise_casting_hooks(
@@ -260,7 +263,8 @@ def attach_layerwise_casting_hooks(
     """Stores the weights of linear and convolutional layers in a smaller dtype between forwards.
 
     Layers that share weights with modules of other types, such as embeddings, are not changed, because those
-    modules would compute in the smaller dtype.
+    modules would compute in the smaller dtype. The output projection of `nn.MultiheadAttention` and the layers
+    of `nn.TransformerEncoderLayer` are not changed, because torch uses their weights without their forward.
 
     Args:
         module: the model.
@@ -298,6 +302,8 @@ def _select_layers(
     skipped_classes: tuple[type[nn.Module], ...],
 ) -> Iterator[nn.Module]:
     if isinstance(module, skipped_classes) or (skipped is not None and skipped.search(name)):
+        return
+    if isinstance(module, READ_BY_OTHERS):
         return
     if isinstance(module, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
         yield module

@@ -233,6 +233,17 @@ def test_weights_that_an_embedding_shares_stay() -> None:
     assert model(torch.tensor([1, 2])).shape == (2, 5)
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_weights_that_torch_uses_without_a_forward_stay(train: bool) -> None:
+    layers = (nn.MultiheadAttention(4, 2), nn.TransformerEncoderLayer(4, 2, 8), nn.Linear(4, 4))
+    model = nn.ModuleList(layers).train(train)
+    attach_layerwise_casting_hooks(model, SMALL, FULL)
+    assert small(model) == {"2"}
+    x = torch.ones(2, 1, 4)
+    with torch.no_grad():
+        assert layers[1](layers[0](x, x, x)[0]).dtype == FULL
+
+
 @pytest.mark.parametrize(
     ("dtype", "pattern", "said"),
     [("float61", None, "dtype='float61'"), ("float16", "(", "skip_modules_pattern=.*not a regular")],
