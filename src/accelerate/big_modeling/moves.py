@@ -152,7 +152,7 @@ def _find_sources(
 
 def _plan_move(name: str, source: str, old: Tensor, options: LoadOptions, parts: Sequence[str]) -> Move:
     dtype = old.dtype
-    if options.dtype is not None and (old.is_floating_point() or old.is_complex()):
+    if options.dtype is not None and old.is_floating_point():
         dtype = torch.float32 if is_inside(name, options.kept) else options.dtype
     if options.device_map is None:
         device = CPU if old.is_meta else old.device

@@ -55,13 +55,13 @@ def tensor_bytes(
 ) -> float:
     """Returns the bytes that a tensor takes after a model is converted.
 
-    With `dtype`, floating-point tensors with a smaller dtype and all integers keep theirs. `special_dtypes`,
-    by the names of tensors, take precedence. `size_of` returns the bytes of a dtype.
+    With `dtype`, floating-point tensors with a smaller dtype, integers and complex tensors keep theirs.
+    `special_dtypes`, by the names of tensors, take precedence. `size_of` returns the bytes of a dtype.
     """
     current = size_of(tensor.dtype)
     if special_dtypes is not None and name in special_dtypes:
         return tensor.numel() * size_of(special_dtypes[name])
-    if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
+    if dtype is None or not tensor.is_floating_point():
         return tensor.numel() * current
     return tensor.numel() * min(size_of(dtype), current)
 

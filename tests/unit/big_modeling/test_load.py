@@ -21,7 +21,7 @@ from accelerate.checkpointing import save_sharded
 from accelerate.devices import CPU
 from accelerate.diagnostics import MemoryMeter
 from accelerate.diagnostics.memory import CLEAR_REFS, MIB
-from accelerate.weights import OffloadedWeightsLoader, write_safetensors
+from accelerate.weights import OffloadedWeightsLoader, tensor_bytes, write_safetensors
 
 
 @pytest.mark.parametrize(
@@ -188,6 +188,16 @@ def test_dtypes(files: Path, net: Net, dtype: Any, start: Callable[[], Net], dev
         "norm.running_var",
     }
     assert torch.equal(model.body.weight, net.body.weight.bfloat16())
+
+
+def test_complex_tensors_keep_their_dtype(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("frequencies", torch.tensor([1 + 2j]))
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    load_checkpoint_in_model(model, tmp_path, {"": "cpu"}, dtype=torch.bfloat16)
+    assert model.weight.dtype == torch.bfloat16
+    assert torch.equal(model.get_buffer("frequencies"), torch.tensor([1 + 2j]))
+    assert tensor_bytes("frequencies", model.get_buffer("frequencies"), torch.bfloat16) == 8
 
 
 def test_the_dtype_of_the_model_is_kept(tmp_path: Path, net: Net) -> None:
