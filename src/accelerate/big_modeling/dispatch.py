@@ -314,6 +314,7 @@ def cpu_offload(
     Returns:
         The model.
     """
+    remove_old_hooks(model)
     main = _device_of(model) if execution_device is None else execution_device
     names = list(find_offloaded(model, {"": CPU}, {CPU}, offload_buffers))
     weights = OffloadedWeightsLoader(keep_in_memory(model, names, state_dict, main))
@@ -361,6 +362,7 @@ def disk_offload(
     Raises:
         ConfigurationError: weights have no values, neither in the model nor in the folder.
     """
+    remove_old_hooks(model)
     main = _device_of(model) if execution_device is None else execution_device
     names = list(find_offloaded(model, {"": DISK}, {DISK}, offload_buffers))
     index = keep_on_disk(model, names, offload_dir, None, find_tied_parameters(model), {"": DISK})
@@ -449,7 +451,6 @@ def load_checkpoint_and_dispatch(
 def _attach_all(
     model: Model, main: Device, weights: Mapping[str, Tensor], buffers: bool, whole: Collection[str] | None
 ) -> Model:
-    remove_old_hooks(model)
     attach_align_device_hook_on_blocks(model, main, True, weights, buffers, preload_module_classes=whole)
     return model
 

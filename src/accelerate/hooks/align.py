@@ -90,15 +90,19 @@ class Slot:
         values: Tensor = self.source.weights_map[self.name]
         if is_derived_parameter(self.empty) or (values.device == device and values.dtype == self.empty.dtype):
             return values
+        return copy(values, device, self._dtype_for(values))
+
+    def _dtype_for(self, values: Tensor) -> torch.dtype:
         is_integer = not (values.is_floating_point() or values.is_complex())
-        dtype = values.dtype if is_integer else self.empty.dtype
-        return copy(values, device, dtype)
+        return values.dtype if is_integer or is_derived_parameter(self.empty) else self.empty.dtype
 
     def load(self, device: torch.device) -> None:
-        """Reads the values and fills the slot.
+        """Reads the values and fills the slot, unless it is replaced.
 
         Values at the same address are wrapped once.
         """
+        if self.is_replaced():
+            return
         empty, filled = self.empty, self.filled
         values: Tensor = self.source.weights_map[self.name]
         with torch_private.without_torch_functions():  # attributes of an UnloadedTensor take longer with them
@@ -119,6 +123,12 @@ class Slot:
         is_reusable = on_device is values and values.numel() and not is_derived_parameter(empty)
         self.address = values.data_ptr() if is_reusable else None
 
+    def load_prefetched(self, values: Tensor, device: torch.device) -> None:
+        """Fills the slot with prefetched values, unless it is replaced, or converted since the prefetch."""
+        if not self.is_replaced():
+            is_current = values.dtype == self._dtype_for(values)
+            self.fill(values if is_current else self.read(device), device)
+
     def fill(self, values: Tensor, device: torch.device) -> None:
         """Fills the slot with values that `read` returned."""
         self.address = None
@@ -135,7 +145,9 @@ class Slot:
         self.tie.restore(self.tensors[self.key])
 
     def clear(self) -> None:
-        """Replaces the values by the meta tensor."""
+        """Replaces the values by the meta tensor, unless they are replaced."""
+        if self.is_replaced():
+            return
         if self.address is None:
             self.filled = None
         if is_derived_parameter(self.empty):
@@ -143,8 +155,16 @@ class Slot:
         self._put(self.empty)
 
     def is_empty(self) -> bool:
-        current = self.tensors[self.key]
+        current = self.tensors.get(self.key)
         return current is not None and current.device.type == "meta"
+
+    def is_replaced(self) -> bool:
+        """Returns whether other code has replaced or removed the entry, which is then no longer offloaded."""
+        current = self.tensors.get(self.key)
+        if current is self.empty or is_derived_parameter(self.empty):
+            return False
+        is_filled = current is not None and current.__dict__.get(TIE) is self.tie
+        return not (is_filled or self.is_empty())
 
     def keep_changes(self) -> None:
         """Keeps the current meta tensor, which users may have replaced since the last forward."""
@@ -182,7 +202,10 @@ class Slot:
             set_module_tensor_to_device(self.owner, self.key, device, values, dtype, statistics)
             quantized: Tensor = self.tensors[self.key]
             return quantized
-        return replacement_for(self.empty, values)
+        tensor = replacement_for(self.empty, values)
+        tensor = values.detach() if tensor is values else tensor  # a buffer, whose values have no tie
+        tensor.__dict__[TIE] = self.tie
+        return tensor
 
 
 def find_slots(
@@ -273,7 +296,7 @@ class AlignDevicesHook(ModelHook):
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         for slot in self.slots:
-            if slot.original_device.type != "meta" and (self.is_loaded or slot.is_empty()):
+            if slot.original_device.type != "meta" and not slot.is_replaced():
                 slot.restore()
         if self.block is not None:  # the hook of the block may remain
             removed = {id(slot) for slot in self.slots}
@@ -351,7 +374,7 @@ class AlignDevicesHook(ModelHook):
             for slot in self.slots:
                 slot.keep_changes()
             for slot, values in zip(self.slots, self.prefetcher.take(self), strict=True):
-                slot.fill(values, device)
+                slot.load_prefetched(values, device)
         self.is_loaded = True
 
     def _target(self) -> torch.device | None:

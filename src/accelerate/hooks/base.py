@@ -263,8 +263,9 @@ def attach_layerwise_casting_hooks(
     """Stores the weights of linear and convolutional layers in a smaller dtype between forwards.
 
     Layers that share weights with modules of other types, such as embeddings, are not changed, because those
-    modules would compute in the smaller dtype. The output projection of `nn.MultiheadAttention` and the layers
-    of `nn.TransformerEncoderLayer` are not changed, because torch uses their weights without their forward.
+    modules would compute in the smaller dtype. The output projection of `nn.MultiheadAttention` and the
+    layers of `nn.TransformerEncoderLayer` are not changed, because torch uses their weights without their
+    forward.
 
     Args:
         module: the model.

@@ -358,6 +358,14 @@ def test_all_weights_are_offloaded_to_the_cpu_or_the_disk(
     check(net, plain, 1)
 
 
+def test_an_offloaded_model_is_offloaded_again(net: Net, plain: Net, tmp_path: Path) -> None:
+    for _ in range(2):
+        check(cpu_offload(net), plain)
+    check(disk_offload(net, tmp_path), plain)
+    remove_hook_from_submodules(net)
+    check(net, plain, 1)
+
+
 def test_tied_weights_are_kept_once(net: Net) -> None:
     cpu_offload(net)
     weights = net.head._hf_hook.weights_map.dataset

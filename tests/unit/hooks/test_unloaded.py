@@ -7,6 +7,7 @@ import io
 import pickle
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,8 @@ class Normalized(nn.Module):
 MODELS = [TiedHead, Lists, Methods, Attention, Normalized]
 
 
-def build(kind: type[nn.Module]) -> Any:
-    torch.manual_seed(0)
+def build(kind: type[nn.Module], seed: int = 0) -> Any:
+    torch.manual_seed(seed)
     return kind().eval()
 
 
@@ -153,8 +154,10 @@ def test_an_offloaded_weight_keeps_its_kind_and_its_attributes(tmp_path: Path) -
 
 def test_a_model_that_changes_its_dtype_while_offloaded_reads_its_weights_in_it(tmp_path: Path) -> None:
     expected = build(TiedHead).to(torch.bfloat16)(X.bfloat16())
-    model = offload(build(TiedHead), "disk", tmp_path).to(torch.bfloat16)
-    assert torch.equal(model(X.bfloat16()), expected)
+    model = offload(build(TiedHead), "disk", tmp_path)
+    for _ in range(2):
+        model(X)  # after the second forward, the first block is prefetched in the old dtype
+    assert torch.equal(model.to(torch.bfloat16)(X.bfloat16()), expected)
 
 
 def test_a_weight_in_another_dtype_is_read_in_it(tmp_path: Path) -> None:
@@ -202,6 +205,47 @@ def test_loading_a_state_into_an_offloaded_model_is_refused(tmp_path: Path) -> N
     with warnings.catch_warnings(), pytest.raises(RuntimeError, match="change would be lost"):
         warnings.simplefilter("ignore")  # torch warns that nothing is copied
         model.load_state_dict(nn.Linear(2, 2).state_dict())
+
+
+class Counter(nn.Module):
+    """Module whose forward assigns a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        output: Tensor = self.layer(x) * self.count
+        return output
+
+
+REPLACEMENTS: list[Callable[[Counter], object]] = [
+    lambda model: model.load_state_dict(build(Counter, 1).state_dict(), assign=True),
+    lambda model: setattr(model.layer, "weight", nn.Parameter(torch.eye(3))),
+    lambda model: setattr(model.layer, "bias", None),
+    lambda model: torch.func.functional_call(model, build(Counter, 1).state_dict(), X),
+]
+
+
+@pytest.mark.parametrize("on", ["cpu", "disk"])
+@pytest.mark.parametrize("replace", REPLACEMENTS)
+def test_tensors_that_replace_offloaded_ones_are_used(replace: Any, on: str, tmp_path: Path) -> None:
+    expected, model = build(Counter), build(Counter)
+    if on == "cpu":
+        cpu_offload(model, offload_buffers=True)
+    else:
+        disk_offload(model, tmp_path, offload_buffers=True)
+    for _ in range(3):
+        assert torch.equal(model(X), expected(X))
+    results = [replace(each) for each in (model, expected)]
+    if isinstance(results[0], Tensor):
+        assert torch.equal(results[0], results[1])  # type: ignore[arg-type]
+    for _ in range(2):
+        assert torch.equal(model(X), expected(X))
+    remove_hook_from_submodules(model)
+    assert torch.equal(model(X), expected(X))
 
 
 def test_a_copy_of_a_single_offloaded_weight_is_not_used_without_values(tmp_path: Path) -> None:
