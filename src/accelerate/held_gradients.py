@@ -31,7 +31,12 @@ class HeldGradients:
         replicas: Number of ranks whose gradients are averaged in the last micro-batch.
         take_unreduced: Takes gradients of parameters that are not in their `grad` yet (FSDP 2).
         set_again: Sets gradients that were removed from parameters, also those of another shape (FSDP 1).
+
+    Attributes:
+        rescale: Rescales the gradients of a window whose last micro-batch has had no backward pass.
     """
+
+    rescale: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -171,6 +176,8 @@ class HeldGradients:
                 "optimizer.zero_grad() before the backward pass, and accelerator.backward(loss) in place of "
                 "loss.backward()."
             )
+        if self.rescale is not None:
+            self.rescale()
 
     def _set_parameters(self, parameters: list[Tensor]) -> None:
         """Sets the parameters, to which a group may have been added."""

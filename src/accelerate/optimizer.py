@@ -199,7 +199,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if (
             device_placement and optimizer.state
         ):  # state_dict() of an empty state would import torch's compiler
-            optimizer.load_state_dict(move_to_device(optimizer.state_dict(), self.accelerator_state.device))
+            state = move_to_device(optimizer.state_dict(), self.accelerator_state.device)
+            optimizer.load_state_dict(state)
+            torch_private.keep_dtypes(optimizer, state)
 
     def _attach_patched_step(self) -> None:
         self._accelerate_step_called = False
@@ -280,14 +282,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Clears gradients, except for those that micro-batches have accumulated for the next step.
 
         Args:
-            set_to_none: Whether gradients are set to None, as by default, or filled with zeros.
+            set_to_none: Whether gradients are set to None or filled with zeros. None is the default of the
+                inner optimizer, which sets them to None unless it overrides `zero_grad`.
         """
-        if set_to_none is None:
-            set_to_none = True
+        clear = self.optimizer.zero_grad
+        if set_to_none is not None:  # optimizers of other projects may not take it
+            clear = partial(clear, set_to_none)
         if self.held is not None:
-            self.held.zero_grad(partial(self.optimizer.zero_grad, set_to_none))
+            self.held.zero_grad(clear)
         elif self.holds_windows or self.gradient_state.sync_gradients:
-            self.optimizer.zero_grad(set_to_none)
+            clear()
 
     def train(self) -> None:
         """Sets the training mode of optimizers that have one, such as schedule-free optimizers."""

@@ -63,6 +63,19 @@ def test_zero_grad_fills_with_zeros_on_request() -> None:
     assert not model.weight.grad.any()
 
 
+def test_an_optimizer_whose_zero_grad_has_no_argument_clears_its_gradients() -> None:
+    class Plain(torch.optim.SGD):
+        def zero_grad(self) -> None:  # type: ignore[override]
+            super().zero_grad(set_to_none=False)
+
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, Plain(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.zero_grad()
+    assert torch.equal(model.weight.grad, torch.zeros(1, 2))
+
+
 def test_groups_state_and_defaults_are_those_of_the_inner_optimizer() -> None:
     _, optimizer = make()
     extra = torch.nn.Parameter(torch.zeros(1))
@@ -133,6 +146,18 @@ def test_a_run_with_states_of_other_dtypes_than_its_weights_resumes_exactly(
     resumed = train(3)
     assert [value.dtype for value in resumed] == [value.dtype for value in expected]
     assert all(map(torch.equal, resumed, expected))
+
+
+def test_states_that_are_wider_than_their_weights_keep_their_values_in_prepare(states: None) -> None:
+    model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+    optimizer = Momentum(model.parameters())
+    model(torch.linspace(-1.0, 1.0, 4, dtype=torch.bfloat16)).square().sum().backward()
+    optimizer.step()
+    before = optimizer.state[model.weight]["average"].clone()
+    model, optimizer = Accelerator(cpu=True).prepare(model, optimizer)
+    after = optimizer.state[model.weight]["average"]
+    assert after.dtype == torch.float32
+    assert torch.equal(after, before)
 
 
 def test_step_returns_what_a_closure_computed() -> None:

@@ -274,10 +274,6 @@ class Accumulation:
         part = self.step_part()
         return part is not None and not part.weight
 
-    def num_copies(self) -> int:
-        """Returns the number of ranks that read the same whole batch, and so count the same items."""
-        return num_copies(self.strategy)
-
     def _accumulate_items(
         self, current: MicroBatches, models: Sequence[nn.Module], num_items: Any
     ) -> AbstractContextManager[Any]:
@@ -299,8 +295,11 @@ class Accumulation:
         if not self.gradients.sync_gradients:
             return context
         current.items.complete()
+        for held in filter(None, (optimizer.held for optimizer in self.prepared.optimizers)):
+            held.rescale = current.items.finish
         contexts = ExitStack()
         contexts.callback(setattr, self, "weighting", None)
+        contexts.push(current.items.end)
         contexts.enter_context(context)
         return contexts
 

@@ -883,6 +883,8 @@ class Accelerator(ProcessControl):
 
     def _unscaled(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> tuple[Any, float]:
         precision = self._runtime.strategy.precision
+        if (weighting := self._accumulation.weighting) is not None:
+            weighting.finish()
         if precision.scaler is None:
             return parameters, 1
         return unscale_parameters(precision, self._optimizers, parameters, self.sync_gradients)

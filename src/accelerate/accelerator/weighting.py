@@ -54,6 +54,7 @@ class ItemWeighting:
         self._factor = 2.0 ** (math.frexp(self._factor)[1] - 1)
         self._items: list[Any] = []
         self._models: dict[int, nn.Module] = {}
+        self._has_loss = False
         self._reduction: ops.AsyncReduction | None = None
 
     def add(self, items: Any, models: Sequence[nn.Module]) -> None:
@@ -74,15 +75,28 @@ class ItemWeighting:
 
     def scale(self, loss: Tensor) -> Tensor:
         """Returns a loss times the factor of the window, for which the last batch waits in its first call."""
-        if self._reduction is not None:
-            reduction, self._reduction = self._reduction, None
-            total = reduction.wait()[0]
-            step_clock.items += total / self._num_copies()
-            factor = factor_of(total, self._replicas)
-            if len(self._items) > 1:
-                rescale_gradients(self._models.values(), factor / self._factor, self._held())
-            self._factor = factor
+        self._has_loss = True
+        self.finish()
         return loss * self._factor
+
+    def finish(self) -> None:
+        """Rescales the gradients of earlier batches in the last batch, which may have no backward pass."""
+        if self._reduction is None:
+            return
+        reduction, self._reduction = self._reduction, None
+        total = reduction.wait()[0]
+        if not (total or self._has_loss):
+            return  # there is nothing to rescale
+        step_clock.items += total / self._num_copies()
+        factor = factor_of(total, self._replicas)
+        if len(self._items) > 1:
+            rescale_gradients(self._models.values(), factor / self._factor, self._held())
+        self._factor = factor
+
+    def end(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Ends the last batch, in which other ranks may not take part after an error."""
+        if kind is None:
+            self.finish()
 
 
 def factor_of(total: float, replicas: int) -> float:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from accelerate import data_loader, ops
-from accelerate.accelerator.accumulation import Accumulation, sync_context
+from accelerate.accelerator.accumulation import Accumulation, num_copies, sync_context
 from accelerate.accelerator.weighting import factor_of, sum_items
 from accelerate.base import StateError
 from accelerate.logging import get_logger
@@ -93,7 +93,10 @@ class Window:
         self._batches = batches
         self._length = len(batches)
         self._factor = factor_of(total, accumulation.strategy.replicas)
-        self._is_begun = False
+        self._is_begun = self._has_loss = self._is_over = False
+
+    def finish(self) -> None:
+        """Does nothing, because the items are summed before the first batch."""
 
     @property
     def counts_items(self) -> bool:
@@ -117,6 +120,8 @@ class Window:
                     yield self._next_batch()
         finally:
             self.close()
+        if self.counts_items and not self._has_loss:  # such as after `list(window)`
+            self._is_over, accumulation.weighting = True, self
 
     def _next_batch(self) -> Any:
         is_first = len(self._batches) == self._length
@@ -125,7 +130,7 @@ class Window:
         is_last = not self._batches
         if is_last:
             if self._reader.counts_items:
-                step_clock.items += self.num_items / self._accumulation.num_copies()
+                step_clock.items += self.num_items / num_copies(self._accumulation.strategy)
             self._reader.read_ahead()
         data_loader.set_batch_metadata(self._reader.loader, metadata)
         self._accumulation.gradients.follow(self._reader.loader)
@@ -136,6 +141,13 @@ class Window:
 
     def scale(self, loss: Tensor) -> Tensor:
         """Returns the part of a loss, a sum over items of this rank, in the mean over all items."""
+        if self._is_over:
+            raise StateError(
+                "backward() was called after the last batch of a window whose items are counted, and only "
+                "losses inside are divided by their number. Iterate over the window instead of list(window), "
+                "and call backward() for each batch."
+            )
+        self._has_loss = True
         part = None if self._reader.counts_items else self._accumulation.step_part()
         return loss * (self._factor if part is None else part.weight)
 

@@ -105,3 +105,41 @@ def test_gradients_do_not_depend_on_the_number_of_items_in_the_window_before() -
 
     assert torch.equal(train([]), train([7]))
     assert torch.equal(train([5]), train([7, 11]))
+
+
+@pytest.mark.parametrize("steps_inside", [True, False])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_the_last_batch_of_a_window_may_have_no_backward_pass(
+    max_norm: float | None, steps_inside: bool
+) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+    def step() -> None:
+        if max_norm is not None:
+            accelerator.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for items in (8, 4, 0) * 2:
+        with accelerator.accumulate(model, num_items=items):
+            if items:
+                accelerator.backward(-2 * model(torch.ones(items, 1)).sum())
+            if steps_inside:
+                step()
+        if not steps_inside:
+            step()
+    assert model.weight.item() == pytest.approx(2 * min(2, max_norm or 2))
+
+
+def test_a_window_of_no_items_and_no_losses_is_not_an_error() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = model.weight.clone()
+    for _ in range(4):
+        with accelerator.accumulate(model, num_items=0):
+            optimizer.step()
+    assert torch.equal(model.weight, before)

@@ -80,6 +80,17 @@ def test_outside_of_a_window_losses_are_not_rescaled() -> None:
         weight.grad = None
 
 
+def test_a_loss_after_the_last_batch_of_counted_windows_is_refused() -> None:
+    accelerator, loader = accelerator_with(2, 4)
+    weight = torch.nn.Parameter(torch.ones(1))
+    for window in accelerator.windows(loader, num_items=len):
+        list(window)
+        with pytest.raises(StateError, match="after the last batch"):
+            accelerator.backward(weight.sum())
+    accelerator.backward(weight.sum())
+    assert weight.grad is not None
+
+
 def test_a_loader_read_inside_another_does_not_change_the_active_loader() -> None:
     accelerator, loader = accelerator_with(2, 4)
     evaluation = accelerator.prepare(DataLoader([0, 1, 2], batch_size=2))
