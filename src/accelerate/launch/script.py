@@ -73,7 +73,8 @@ def run_script(words: list[str]) -> None:
     }
     namespace.clear()
     namespace.update(preserved, __file__=str(script), __doc__=None, __package__=None, __cached__=None)
-    exec(compile(script.read_bytes(), str(script), "exec"), namespace)
+    # Otherwise the script would have the `annotations` of this file.
+    exec(compile(script.read_bytes(), str(script), "exec", dont_inherit=True), namespace)
 
 
 def report(error: BaseException) -> None:

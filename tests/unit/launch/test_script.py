@@ -16,7 +16,8 @@ from accelerate.launch.failures import ENTRY, VERBOSE_VARIABLE
 
 WITNESS = """
 import __main__, pickle, sys
-class Here: pass
+class Here: number: int = 0
+print(Here.__annotations__)
 print(__name__, __file__, sys.argv, sys.path[0], __spec__ is None, __package__, __doc__)
 print(__main__.__file__ == __file__, type(pickle.loads(pickle.dumps(Here()))) is Here, sorted(
     name for name in vars(__main__) if not name.startswith("__")))
@@ -56,7 +57,7 @@ def test_a_folder_runs_as_under_plain_python(script: Path, tmp_path: Path) -> No
     plain, ours = run(tmp_path.parent, str(tmp_path)), run(tmp_path.parent, str(ENTRY), str(tmp_path))
     assert plain.returncode == ours.returncode == 0
     # Python sets `__spec__` and `__package__` of a folder, and this package does not.
-    names, others = (output.splitlines()[0].split(" ")[:4] for output in (plain.stdout, ours.stdout))
+    names, others = (output.splitlines()[1].split(" ")[:4] for output in (plain.stdout, ours.stdout))
     assert names == others
 
 
