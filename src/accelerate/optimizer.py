@@ -192,7 +192,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.gradients_unscaled = False
         self.steps_in_backward = steps_in_backward(optimizer)
         self.skips_nonfinite = bool(self.gradient_state.plugin_kwargs.get("skip_nonfinite_updates"))
-        self.update_scaler: Callable[[torch.amp.GradScaler], None] | None = None
+        self.update_scaler: Callable[..., None] | None = None
         self._is_overflow = False
         if scaler is not None:
             self._attach_patched_step()
@@ -417,7 +417,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             if not is_taken():
                 self._is_overflow, self.gradients_unscaled = True, False
                 if self.scaler is not None:
-                    torch_private.reset_unscaled(self.scaler)
+                    torch_private.reset_unscaled(self.scaler, self.optimizer)
                 return False
         is_plain = self.scaler is None and not self.steps_in_backward
         self._is_overflow = is_plain and self.skips_nonfinite and self._must_skip()
@@ -443,12 +443,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._accelerate_step_called = False
         self.num_updates += not self._is_overflow
         self.gradients_unscaled = False
+        update = scaler.update if self.update_scaler is None else partial(self.update_scaler, scaler)
         if must_skip:  # gradients of this rank may be finite, and its scale would grow
-            scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
-        elif self.update_scaler is None:
-            scaler.update()
+            update(scaler.get_scale() * scaler.get_backoff_factor())
         else:
-            self.update_scaler(scaler)
+            update()
         return result
 
     def _must_skip(self) -> bool:

@@ -392,8 +392,7 @@ class Accumulation:
             optimizer.gradients_unscaled = False
             for parameter in optimizer.parameters():
                 parameter.grad = None
-        if self.strategy.precision.scaler is not None:
-            torch_private.reset_unscaled(self.strategy.precision.scaler)
+        self.strategy.precision.forget_gradients()
 
     def drop_gradients_of(self, models: Iterable[nn.Module]) -> None:
         """Removes the gradients of models."""

@@ -85,7 +85,9 @@ def _schedulers(source: Source) -> Iterator[StateItem]:
 
 
 def _scaler(source: Source) -> Iterator[StateItem]:
-    if (scaler := source.strategy.precision.scaler) is not None:
+    precision = source.strategy.precision
+    if (scaler := precision.scaler) is not None:
+        precision.finish_updates()
         yield object_item("scalers", scaler, StatePart(SCALER_NAME, scaler, may_lack=True))
 
 

@@ -84,11 +84,12 @@ def lm_loss(
     parts = read_head(head)
     hidden, labels = _replicated(hidden), _replicated(labels)
     _check_shapes(hidden, labels, parts)
+    labels = labels.long()  # uint8 has no ignore_index
     if shift and labels.numel():
         labels = nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
     if not parts.units:
         _check_units(parts, hidden, models)
-    targets = labels.reshape(-1).long()
+    targets = labels.reshape(-1)
     is_valid = targets != ignore_index
     _check_labels(targets, is_valid, parts.vocabulary_size)
     vocabulary = partial(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
+from accelerate import torch_private
 from accelerate.base import ConfigurationError, DistributedType, FP8BackendType, StateError
 from accelerate.ops import convert_to_fp32
 from accelerate.plugins import AutocastKwargs
@@ -70,6 +71,14 @@ class Precision:
 
     def set_optimizers(self, optimizers: list[Any]) -> None:
         """Sets the prepared optimizers of the run."""
+
+    def finish_updates(self) -> None:
+        """Makes postponed updates of the scaler before its state is saved or loaded."""
+
+    def forget_gradients(self) -> None:
+        """Forgets which gradients are unscaled, after all of them were removed."""
+        if self.scaler is not None:
+            torch_private.reset_unscaled(self.scaler)
 
 
 AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -171,7 +180,7 @@ class ScaledPrecision(MixedPrecision):
     ) -> None:
         super().__init__(name, device_type, settings)
         self.scaler = scaler
-        self.updates_due: list[GradScaler] = []
+        self.updates_due: dict[GradScaler, float | None] = {}  # with the next scale if it is given
         self.optimizers: list[Any] = []
 
     def set_optimizers(self, optimizers: list[Any]) -> None:
@@ -183,9 +192,27 @@ class ScaledPrecision(MixedPrecision):
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns a loss times the scale of the gradients, after postponed updates of the scaler."""
-        while self.updates_due:
-            self.updates_due.pop().update()
+        self._update()
         return self.scaler.scale(loss)
+
+    def _update(self) -> None:
+        while self.updates_due:
+            scaler, scale = self.updates_due.popitem()
+            scaler.update(scale)
+
+    def finish_updates(self) -> None:
+        """Makes postponed updates, unless an optimizer has gradients of this scale that it has not stepped."""
+        if not any(map(self._must_step, self.optimizers)):
+            self._update()
+
+    @staticmethod
+    def _must_step(optimizer: Any) -> bool:
+        has_gradients = any(parameter.grad is not None for parameter in optimizer.parameters())
+        return has_gradients and not torch_private.has_stepped(optimizer.optimizer, optimizer.scaler)
+
+    def forget_gradients(self) -> None:
+        self.updates_due.clear()
+        super().forget_gradients()
 
     def unscale(self, optimizers: Iterable[ScaledOptimizer]) -> None:
         """Unscales the gradients of each optimizer, once after each of its steps."""
@@ -200,10 +227,11 @@ class ScaledPrecision(MixedPrecision):
         return float(self.scaler.get_scale())
 
 
-def _postpone_update(updates_due: list[GradScaler], scaler: GradScaler) -> None:
+def _postpone_update(
+    updates_due: dict[GradScaler, float | None], scaler: GradScaler, scale: float | None = None
+) -> None:
     # Clients may set a separate scaler for each optimizer, so the scaler of the step is updated.
-    if not any(scaler is due for due in updates_due):
-        updates_due.append(scaler)
+    updates_due[scaler] = updates_due.get(scaler) if scale is None else scale
 
 
 def get_mixed_precision_context_manager(

@@ -97,6 +97,7 @@ from accelerate.torch_private.names import NAMES as NAMES, PrivateName as Privat
 from accelerate.torch_private.optimizers import (
     allow_fp16_gradients as allow_fp16_gradients,
     found_inf as found_inf,
+    has_stepped as has_stepped,
     keep_dtypes as keep_dtypes,
     mark_stepped as mark_stepped,
     reset_unscaled as reset_unscaled,

@@ -9,11 +9,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 
-def reset_unscaled(scaler: torch.amp.GradScaler) -> None:
-    """Resets for which optimizers a GradScaler has unscaled gradients, without a call of `update`."""
-    scaler._per_optimizer_states.clear()
+def reset_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Resets for which optimizers a GradScaler has unscaled gradients, without a call of `update`.
+
+    Args:
+        optimizer: The only optimizer that is reset, by default all.
+    """
+    if optimizer is None:
+        scaler._per_optimizer_states.clear()
+    else:
+        scaler._per_optimizer_states.pop(id(optimizer), None)
+
+
+def has_stepped(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> bool:
+    """Returns whether a GradScaler has stepped an optimizer since its scale was last updated."""
+    states = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
+    return states.get("stage") is OptState.STEPPED
 
 
 def found_inf(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> bool:

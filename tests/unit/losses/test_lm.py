@@ -89,6 +89,14 @@ def test_it_is_the_cross_entropy_with_each_option(
         )
 
 
+@pytest.mark.parametrize("shift", [True, False])
+def test_labels_may_be_bytes(accelerator: Accelerator, shift: bool) -> None:
+    hidden, head = torch.randn(2, 5, FEATURES), nn.Linear(FEATURES, 256)
+    labels = torch.tensor([[3, 156, 255, 0, 7]] * 2, dtype=torch.uint8)
+    loss = accelerator.lm_loss(hidden, head, labels, shift=shift)
+    torch.testing.assert_close(loss, plain(hidden, head, labels.long(), shift)[0])
+
+
 def test_float64_is_exact(accelerator: Accelerator) -> None:
     head, labels = nn.Linear(FEATURES, VOCABULARY).double(), torch.arange(4)
     hidden = torch.randn(4, FEATURES, dtype=torch.float64, requires_grad=True)

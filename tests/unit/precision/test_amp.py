@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.base import ConfigurationError
 from accelerate.precision import AutocastForward, get_grad_scaler, get_mixed_precision_context_manager
-from accelerate.utils import AutocastKwargs, GradScalerKwargs
+from accelerate.utils import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -169,6 +170,60 @@ def test_two_optimizers_see_one_scale_until_both_have_stepped() -> None:
     assert step_two_models(accelerator, 0.25) == pytest.approx([1 - 3 * 0.125] * 2)
     assert accelerator.scaler is not None
     assert accelerator.scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_skipped_step_does_not_change_the_scale_of_the_next_optimizer(skipped: int) -> None:
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp16",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, skip_nonfinite_updates=True),
+        kwargs_handlers=[GradScalerKwargs(init_scale=64.0)],
+    )
+    models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    prepared = accelerator.prepare(*models, *optimizers)
+    before = [model.weight.item() for model in models]
+    for update in range(2):
+        for number, model in enumerate(prepared[:2]):
+            factor = torch.inf if (number, update) == (skipped, 0) else 1.0
+            accelerator.backward(model(torch.ones(1, 1)).sum() * factor)
+        for optimizer in prepared[2:]:
+            optimizer.step()
+            optimizer.zero_grad()
+    steps = [start - model.weight.item() for start, model in zip(before, models, strict=True)]
+    assert steps == pytest.approx([1.0, 2.0] if skipped == 0 else [2.0, 1.0])
+    assert accelerator.scaler is not None
+    assert accelerator.scaler.get_scale() == 32.0
+
+
+def test_a_checkpoint_has_the_scale_after_the_steps_of_all_optimizers(tmp_path: Path) -> None:
+    growing = GradScalerKwargs(init_scale=2.0, growth_interval=1)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[growing])
+    models = [torch.nn.Linear(1, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    first, second, *optimizers = accelerator.prepare(*models, *optimizers)
+
+    def step() -> None:
+        for model in (first, second):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+        for optimizer in optimizers:
+            optimizer.step()
+
+    step()
+    accelerator.save_state(str(tmp_path))
+    assert torch.load(tmp_path / "scaler.pt")["scale"] == 4.0
+    step()
+    accelerator.load_state(str(tmp_path))
+    for model in (first, second):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    assert accelerator.scaler is not None
+    assert accelerator.scaler.get_scale() == 4.0
+    optimizers[0].step()
+    accelerator.save_state(str(tmp_path / "between"))
+    bias = models[1].bias.item()
+    optimizers[1].step()
+    assert models[1].bias.item() == pytest.approx(bias - 0.5)
 
 
 def test_clipping_unscales_gradients_only_once() -> None:
