@@ -14,9 +14,14 @@ import numpy as np
 import pytest
 import torch
 from tests.stand_ins.cases import call_for_each
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
-from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
+from accelerate.data_loader import (
+    DataLoaderDispatcher,
+    SeedableRandomSampler,
+    prepare_data_loader,
+    skip_first_batches,
+)
 from accelerate.state import GradientState, PartialState
 
 Run = Callable[..., list[Any]]
@@ -116,14 +121,16 @@ def test_a_computed_order_is_the_same_for_any_number_of_processes(run: Run, disp
     assert orders[0][:9000] != orders[0][9000:]
 
 
-def read_custom_sampler() -> list[Any]:
+def read_custom_sampler(kind: str) -> list[Any]:
     torch.manual_seed(PartialState().process_index)
-    sampler = torch.utils.data.WeightedRandomSampler([1.0] * 12, 12, replacement=False)
+    weighted = WeightedRandomSampler([1.0] * 12, 12, replacement=False)
+    sampler = SeedableRandomSampler(range(12)) if kind == "seedable" else weighted
     return batches(prepare(DataLoader(list(range(12)), sampler=sampler, batch_size=3)))
 
 
-def test_samplers_with_a_generator_have_the_same_order_on_all_ranks(run: Run) -> None:
-    ranks = run(read_custom_sampler)
+@pytest.mark.parametrize("kind", ["weighted", "seedable"])
+def test_samplers_with_a_generator_have_the_same_order_on_all_ranks(run: Run, kind: str) -> None:
+    ranks = run(read_custom_sampler, kind)
     assert sorted(sample for rank in ranks for batch in rank for sample in batch) == list(range(12))
 
 

@@ -51,8 +51,9 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     A global batch is one batch for each data-parallel group or, with `split_batches`, one batch that is
     split. The last global batch is padded with samples from the beginning of the epoch and split into equal
-    parts. An exception of the dataset is raised on every process. On one process, `prepare` returns a loader
-    that reads without this thread.
+    parts. If its batches have samples of different shapes, or different values without one row for each
+    sample, each group gets a whole batch. An exception of the dataset is raised on every process. On one
+    process, `prepare` returns a loader that reads without this thread.
 
     Args:
         dataset: The dataset; read on rank 0 only.

@@ -13,11 +13,14 @@ from typing import Any
 from accelerate.base import PreparationError
 from accelerate.data_loader.last_batch import (
     Counts,
+    can_cut,
+    can_join,
     count_samples,
     cut_batch,
     first_samples,
     full_rows,
     join,
+    pad,
     samples_per_part,
 )
 from accelerate.data_loader.reading import read_one_ahead
@@ -35,7 +38,11 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class GlobalBatchBuilder:
-    """Builder of global batches, of which the last one is padded from the beginning of the epoch."""
+    """Builder of global batches, of which the last one is padded from the beginning of the epoch.
+
+    If the last batches cannot be joined or cut, because their samples have different shapes or not all leaves
+    have one row for each sample, groups get whole batches of different sizes.
+    """
 
     groups: int
     split: bool = False  # split each batch into `groups` parts, instead of reading one for each group
@@ -76,6 +83,9 @@ class GlobalBatchBuilder:
             return GlobalBatch(
                 batches, is_last, tuple(counts) if is_uneven and len(counts) == len(sizes) else None
             )
+        may_be_whole = not self.split and self.cut is None and None not in sizes
+        if may_be_whole and not can_join(batches):
+            return self._of_whole_batches(batches, first)
         joined = join(batches)
         samples = count_samples(joined)
         if samples is None:
@@ -86,7 +96,10 @@ class GlobalBatchBuilder:
         size = -(-samples // self.groups)
         missing = size * self.groups - samples
         if missing:
-            joined = join([joined, *first_samples(first, missing)])
+            filling = first if can_join([joined, *first]) else [joined]
+            joined = join([joined, *first_samples(filling, missing)])
+        if may_be_whole and not can_cut([joined, first[0]]):
+            return self._of_whole_batches(batches, first)
         parts = []
         for group in range(self.groups):
             span = slice(group * size, (group + 1) * size)
@@ -96,6 +109,11 @@ class GlobalBatchBuilder:
                 parts.append(self.cut(joined, span, process_index=group, num_processes=self.groups))
         real = tuple(samples_per_part(samples, size, self.groups))
         return GlobalBatch(parts, is_last, real if missing or self._is_short(size, batches, first) else None)
+
+    def _of_whole_batches(self, batches: list[Any], first: list[Any]) -> GlobalBatch:
+        """Returns the last global batch, in which groups without a batch get one of the first ones."""
+        counts = [count_samples(batch) or 0 for batch in batches] + [0] * (self.groups - len(batches))
+        return GlobalBatch(pad(batches, first, self.groups), True, tuple(counts))
 
     def _is_short(self, rows: int, batches: list[Any], first: list[Any]) -> bool:
         """Returns whether parts with this number of rows are smaller than those of a full global batch."""

@@ -16,6 +16,7 @@ from accelerate.data_loader.last_batch import (
     Counts,
     PaddingRecord,
     PaddingSource,
+    can_join,
     count_samples,
     first_samples,
     join,
@@ -109,7 +110,8 @@ class DatasetJoin:
             return first[0] if batch is _END else batch
         real = [] if batch is _END else [batch]
         missing = max(counts) - sum(count_samples(batch) or 1 for batch in real)
-        return join([*real, *first_samples(first, missing)])
+        filling = first if can_join([*real, *first]) else real  # samples of another shape, as with padding
+        return join([*real, *first_samples(filling, missing)])
 
 
 def _check_no_shard_is_empty(counts: Counts) -> None:

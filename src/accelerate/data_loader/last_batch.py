@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from accelerate import torch_private
+from accelerate.base import PreparationError
 from accelerate.nested import concatenate, honor_mapping, honor_type, ignorant_find_batch_size
 
 T = TypeVar("T")
@@ -52,8 +53,85 @@ def first_samples(first: Sequence[Any], count: int) -> Iterator[Any]:
 
 
 def join(batches: Sequence[Any]) -> Any:
-    """Returns one batch with the samples of all batches, or the only one unchanged."""
-    return batches[0] if len(batches) == 1 else concatenate(batches)
+    """Returns one batch with the samples of all batches, or the only one unchanged.
+
+    Leaves that do not have one row for each sample are those of the first batch.
+
+    Raises:
+        PreparationError: The batches cannot be joined, see `can_join`.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    if not can_join(batches):
+        raise PreparationError(
+            f"Batches of type {type(batches[0]).__name__} cannot be joined for the end of the epoch: tensors "
+            "have samples of different shapes, or have no row for each sample and differ. Pad samples to one "
+            "shape, or set drop_last=True, or dispatch_batches=False."
+        )
+    return _join(batches, count_samples(batches[0]))
+
+
+def _join(items: Sequence[Any], samples: int | None) -> Any:
+    first = items[0]
+    if isinstance(first, torch.Tensor):
+        return concatenate(items) if _has_rows(first, samples) else first
+    if isinstance(first, Mapping):
+        return honor_mapping(first, {key: _join([item[key] for item in items], samples) for key in first})
+    if isinstance(first, (list, tuple)):
+        if any(map(_is_nested, first)):
+            return honor_type(first, (_join(parts, samples) for parts in zip(*items, strict=True)))
+        return concatenate(items) if len(first) == samples else first
+    return first
+
+
+def can_join(batches: Sequence[Any]) -> bool:
+    """Returns whether samples of batches have equal shapes, and their other leaves are equal."""
+    first, *others = map(_split_leaves, batches)
+    return all(shapes == first[0] and _are_equal(rest, first[1]) for shapes, rest in others)
+
+
+def can_cut(batches: Sequence[Any]) -> bool:
+    """Returns whether leaves of batches that `cut_batch` does not cut are equal in all batches."""
+    first, *others = map(_split_leaves, batches)
+    return all(_are_equal(rest, first[1]) for _, rest in others)
+
+
+def _split_leaves(batch: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the shapes of samples in leaves with one row for each sample, and all other leaves."""
+    samples, shapes, rest = count_samples(batch), list[Any](), list[Any]()
+    waiting = [batch]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            if _has_rows(item, samples):
+                shapes.append(item.shape[1:])
+            else:
+                rest.append(item)
+        elif isinstance(item, Mapping):
+            rest.append(list(item))
+            waiting += item.values()
+        elif isinstance(item, (list, tuple)) and any(map(_is_nested, item)):
+            waiting += item
+        elif not isinstance(item, (list, tuple)) or len(item) != samples:
+            rest.append(item)
+    return shapes, rest
+
+
+def _has_rows(tensor: torch.Tensor, samples: int | None) -> bool:
+    return tensor.ndim > 0 and tensor.shape[0] == samples
+
+
+def _are_equal(leaves: list[Any], others: list[Any]) -> bool:
+    """Returns whether lists of leaves are equal, where objects of unknown types differ."""
+    return len(leaves) == len(others) and all(map(_is_equal, leaves, others))
+
+
+def _is_equal(leaf: Any, other: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        is_like = isinstance(other, torch.Tensor) and leaf.dtype == other.dtype
+        return is_like and torch.equal(leaf, other)
+    is_plain = leaf is None or isinstance(leaf, (bool, int, float, str, bytes, list, tuple))
+    return leaf is other or (is_plain and type(leaf) is type(other) and bool(leaf == other))
 
 
 def samples_per_part(samples: int, part: int, parts: int) -> list[int]:
@@ -98,7 +176,7 @@ def count_samples(batch: Any) -> int | None:
 def cut_batch(batch: Any, span: slice, samples: int) -> Any:
     """Returns a span of samples, cut from all tensors and plain lists that are `samples` long."""
     if isinstance(batch, torch.Tensor):
-        return batch[span] if batch.ndim and batch.shape[0] == samples else batch
+        return batch[span] if _has_rows(batch, samples) else batch
     if isinstance(batch, Mapping):
         return honor_mapping(batch, {key: cut_batch(value, span, samples) for key, value in batch.items()})
     if isinstance(batch, (list, tuple)):

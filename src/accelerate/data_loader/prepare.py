@@ -333,7 +333,9 @@ def seed_order(
     kind: type[SeedableRandomSampler]
     if use_constant_memory and type(sampler) is RandomSampler:
         kind = ConstantMemorySampler
-    elif use_seedable and isinstance(sampler, RandomSampler):
+    elif (
+        use_seedable and type(sampler).__iter__ is RandomSampler.__iter__
+    ):  # others have an order of their own
         kind = SeedableRandomSampler
     else:
         return index_sampler
@@ -382,9 +384,11 @@ def _resize_batches(index_sampler: Any, size: int | None) -> Any:
 def synchronize_order(
     loader: DataLoader[Any], index_sampler: Any, num_processes: int
 ) -> tuple[Any, torch.Generator | None]:
-    """Gives a random sampler without a generator one that has the same seed on all processes."""
+    """Gives a random sampler the seed of rank 0, and one without a generator a generator with this seed."""
     sampler = sampler_under(index_sampler, loader)
-    if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):
+    if isinstance(sampler, SeedableRandomSampler):
+        return _with_seed(index_sampler, sampler, num_processes), None
+    if not hasattr(sampler, "generator"):
         return index_sampler, None
     if sampler.generator is None:
         drawn = int(torch.empty((), dtype=torch.int64).random_().item())
@@ -393,6 +397,16 @@ def synchronize_order(
         index_sampler = _with_sampler(index_sampler, seeded, sampler)
         sampler = seeded
     return index_sampler, sampler.generator
+
+
+def _with_seed(index_sampler: Any, sampler: SeedableRandomSampler, num_processes: int) -> Any:
+    """Returns an index sampler whose sampler has the seed of rank 0."""
+    seed = _broadcast_seed(sampler.initial_seed, num_processes)
+    if seed == sampler.initial_seed:
+        return index_sampler
+    seeded = copy(sampler)
+    seeded.initial_seed = seed
+    return _with_sampler(index_sampler, seeded, sampler)
 
 
 def _broadcast_seed(seed: int, num_processes: int) -> int:

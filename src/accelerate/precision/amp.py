@@ -201,7 +201,7 @@ class ScaledPrecision(MixedPrecision):
             scaler.update(scale)
 
     def finish_updates(self) -> None:
-        """Makes postponed updates, unless an optimizer has gradients of this scale that it has not stepped."""
+        """Makes postponed updates, unless an optimizer is to step with gradients of this scale."""
         if not any(map(self._must_step, self.optimizers)):
             self._update()
 

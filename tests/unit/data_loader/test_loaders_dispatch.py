@@ -37,6 +37,51 @@ def test_samples_are_counted_and_cut_in_any_batch() -> None:
     assert (cut["scale"].item(), cut["names"], cut["shape"], cut["k"]) == (2.0, ["b", "c"], (2, 2), 4)
 
 
+def rows(count: int, width: int = 2, **others: Any) -> dict[str, Any]:
+    return {"x": torch.arange(count * width).view(count, width), **others}
+
+
+def boxes(count: int) -> list[Any]:
+    return [{"boxes": torch.ones(number + 1, 4)} for number in range(count)]
+
+
+WEIGHTS = {"weights": torch.arange(10.0), "number": torch.tensor(2), "mask": None, "name": "a"}
+ENDS = {
+    "equal leaves": ([rows(4, **WEIGHTS)] * 3 + [rows(3, **WEIGHTS)], (4, 3), (4, 4)),
+    "as long as all samples": (
+        [rows(4, w=torch.arange(7))] * 3 + [rows(3, w=torch.arange(7))],
+        (4, 3),
+        (4, 3),
+    ),
+    "other numbers": (
+        [rows(4, n=torch.tensor(n)) for n in (4, 4, 4)] + [rows(3, n=torch.tensor(3))],
+        (4, 3),
+        (4, 3),
+    ),
+    "other widths": ([rows(4), rows(4), rows(4, 3), rows(3, 5)], (4, 3), (4, 3)),
+    "one of another width": ([rows(4), rows(4), rows(3, 5)], (2, 1), (2, 2)),
+    "lists of samples": ([rows(4, t=boxes(4)), rows(4, t=boxes(4)), rows(2, t=boxes(2))], (2, 0), (2, 4)),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_last_batches_may_have_samples_of_any_shape_and_other_leaves(end: str) -> None:
+    batches, counts, sizes = ENDS[end]
+    *_, last = GlobalBatchBuilder(2, nominal_rows=4).build(iter(batches))
+    assert last.counts == counts
+    assert tuple(len(part["x"]) for part in last.parts) == sizes
+    for part in last.parts:
+        assert "t" not in part or len(part["t"]) == len(part["x"])
+        assert "w" not in part or len(part["w"]) == 7
+        assert "weights" not in part or all(part[name] is value for name, value in WEIGHTS.items())
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_split_batches_are_padded_with_samples_of_their_shape(width: int) -> None:
+    *_, last = GlobalBatchBuilder(2, split=True).build(iter([rows(4), rows(3, width)]))
+    assert [part["x"].shape for part in last.parts] == [(2, width)] * 2
+
+
 def test_an_object_that_cannot_be_sliced_is_refused_with_the_fix() -> None:
     batches_of_all = GlobalBatchBuilder(2).build(iter([object(), object(), object()]))
     assert len(next(batches_of_all).parts) == 2

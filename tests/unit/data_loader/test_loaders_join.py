@@ -57,6 +57,13 @@ def test_a_share_smaller_than_its_padding_is_repeated() -> None:
     assert taken == [([0] * 4, False), ([0] * 4, True)]
 
 
+def test_a_short_batch_of_another_width_is_filled_from_itself() -> None:
+    mine = [torch.zeros(2, 1), torch.ones(1, 3)]
+    taken, padding_record = take(iter(mine), [2, 2])
+    assert taken[1] == ([[1.0] * 3] * 2, True)
+    assert padding_record == {1: (1, 2)}
+
+
 def test_ready_made_batches_keep_their_size() -> None:
     taken, padding_record = take(batches(3, 1), [1, 5, 4], pads_short=False)
     assert taken == [([0, 1, 2], False), ([3], False), ([0, 1, 2], True)]

@@ -18,6 +18,7 @@ from accelerate.data_loader import (
     BatchSamplerShard,
     DataLoaderDispatcher,
     DataLoaderShard,
+    SeedableRandomSampler,
     base,
     get_sampler,
     prepare_data_loader,
@@ -105,6 +106,21 @@ def test_one_process_shuffles_as_the_plain_loader() -> None:
     torch.manual_seed(0)
     prepared = prepare(loader)
     assert [read(prepared) for _ in range(2)] == plain
+
+
+class Reversed(RandomSampler):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self) - 1, -1, -1))
+
+
+@pytest.mark.parametrize(
+    "sampler", [Reversed(range(20)), SeedableRandomSampler(range(20), data_seed=7)], ids=["own", "seedable"]
+)
+def test_a_random_sampler_with_an_order_of_its_own_is_kept(sampler: RandomSampler) -> None:
+    expected = list(sampler)
+    loader = prepare(DataLoader(list(range(20)), sampler=sampler), use_seedable_sampler=True)
+    loader.set_epoch(0)
+    assert [batch.item() for batch in loader] == expected
 
 
 def test_a_pass_that_is_left_early_is_an_epoch_too() -> None:
