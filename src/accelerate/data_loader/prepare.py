@@ -330,12 +330,12 @@ def seed_order(
     """
     index_sampler: Any = loader._index_sampler
     sampler = sampler_under(index_sampler, loader)
+    # Subclasses may have an order of their own.
+    has_order_of_torch = getattr(type(sampler), "__iter__", None) is RandomSampler.__iter__
     kind: type[SeedableRandomSampler]
     if use_constant_memory and type(sampler) is RandomSampler:
         kind = ConstantMemorySampler
-    elif (
-        use_seedable and type(sampler).__iter__ is RandomSampler.__iter__
-    ):  # others have an order of their own
+    elif use_seedable and has_order_of_torch:
         kind = SeedableRandomSampler
     else:
         return index_sampler
