@@ -658,6 +658,10 @@ def prepare_wrong_models() -> None:
     model.layers[0].experts.register_buffer("scale", torch.ones(4, 1))  # type: ignore[union-attr]
     axis._is_experts = are_experts
     fails(model, "layers.0.experts .Experts. has one entry for each expert in scale, and .* Make it a param")
+    model = Net()
+    name, weight = next(iter(model.layers[0].experts.named_parameters()))  # type: ignore[union-attr]
+    model.layers[1].experts.register_parameter(name, weight)  # type: ignore[union-attr]
+    fails(model, f"layers.0.experts.{name}, layers.1.experts.{name} are one parameter")
     axis._is_experts = None
     with pytest.raises(ValueError, match="ep_size=2: Net has no ep_plan with .* Pass ep_handler"):
         accelerator.prepare(Net())

@@ -68,6 +68,10 @@ def clip_on_meshes(sharded: bool) -> None:
         assert type(norm) is torch.Tensor
         torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs, 1.0, norm_type))
         check_equal(ours, theirs)
+    ours = on_meshes(gradients)
+    if accelerator.process_index == 1:
+        ours[0].grad.to_local().fill_(float("nan"))  # type: ignore[union-attr]
+    assert accelerator.clip_grad_norm_(ours, 1.0, float("inf")).isnan()
     ours, theirs = on_meshes(gradients), alone(gradients)
     accelerator.clip_grad_value_(ours, 0.5)
     nn.utils.clip_grad_value_(theirs, 0.5)

@@ -483,6 +483,28 @@ def test_means_in_windows_are_those_of_one_process(run: Run) -> None:
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+def train_tied_in_windows(processes: int) -> list[float]:
+    """Trains tied weights, where the fourth batch of a window is compared with one process."""
+    plugin = GradientAccumulationPlugin(num_steps=6, sync_each_batch=True)
+    accelerator = make_accelerator("", "1f1b", processes, gradient_accumulation_plugin=plugin)
+    model, optimizer, _ = build(accelerator, is_tied=True)
+    norms = []
+    for number in range(6):
+        batch = {name: (torch.arange(16).view(4, 4) + number) % 11 for name in ("ids", "targets")}
+        with accelerator.accumulate(model):
+            accelerator.forward_backward(model, batch, mean_loss)
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms
+
+
+def test_tied_weights_in_windows_train_as_on_one_process(run: Run) -> None:
+    (expected,) = run(train_tied_in_windows, 1, processes=1)
+    assert run(train_tied_in_windows, 2, processes=2) == [pytest.approx(expected, rel=1e-5)] * 2
+
+
 def train_on_one_sample(schedule: str, processes: int) -> float:
     accelerator = make_accelerator("", schedule, processes)
     model, _, _ = build(accelerator)
@@ -520,9 +542,10 @@ def train_with_tables(processes: int) -> list[float]:
     torch.manual_seed(0)
     model = Biased()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    table, losses = torch.arange(16.0).view(4, 4) / 8, []
-    for size in (16, 8, 16, 8, 4):
-        batch = {"hidden": torch.randn(size, 4, 4), "table": table, "weights": table[0]}
+    losses = []
+    for size, length in ((16, 4), (8, 4), (16, 4), (8, 4), (4, 4), (8, 6), (8, 8)):
+        table = torch.arange(4.0 * length).view(length, 4) / 8
+        batch = {"hidden": torch.randn(size, length, 4), "table": table, "weights": table[0]}
 
         def loss_fn(outputs: Tensor, target: dict[str, Tensor]) -> Tensor:
             return (outputs.square() * target["weights"]).mean()
@@ -639,6 +662,31 @@ def test_an_added_group_has_parameters_of_several_stages(
     stages = tmp_path / "stages"
     for found in run(train_new_group, stages, processes, layout, processes=processes, timeout=120):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def name_parameters(folder: Path, processes: int) -> bool:
+    """Saves whole states on one process, and loads them on several."""
+    accelerator = make_accelerator("", "1f1b", processes)
+    model: Any = Net()
+    blocks = model.blocks[2:6]
+    blocks.requires_grad_(False)
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(named))
+    optimizer.add_param_group({"params": [(f"blocks.{i + 2}.up.bias", blocks[i].up.bias) for i in range(4)]})
+    if processes == 1:
+        accelerator.save_state(str(folder))
+    else:
+        accelerator.load_state(str(folder))
+    return all(
+        model.get_parameter(name) is parameter
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    )
+
+
+def test_groups_have_the_names_of_their_parameters(run: Run, tmp_path: Path) -> None:
+    assert run(name_parameters, tmp_path / "state", 1, processes=1) == [True]
+    assert run(name_parameters, tmp_path / "state", 2, processes=2) == [True, True]
 
 
 def use_wrongly() -> None:

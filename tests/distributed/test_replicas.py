@@ -251,6 +251,17 @@ def changed_weights(p: Parts) -> None:
             p.bare.head.bias.add_(p.accelerator.process_index)
 
 
+def of_two_models(p: Parts) -> None:
+    """One optimizer steps two models, whose parameters have the same names."""
+    other = p.accelerator.prepare(Net())
+    optimizer = p.accelerator.prepare(torch.optim.SGD([*p.bare.parameters(), *other.parameters()], lr=0.1))
+    for _ in range(STEPS):
+        p.backward(p.loss() + p.loss(other))
+        p.bare.head.bias.grad.add_(p.accelerator.process_index)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def unscaled(p: Parts) -> None:
     """Only the first rank updates its weights in the first step."""
     p.accelerator.scaler = scaler = torch.amp.GradScaler("cpu")
@@ -285,6 +296,7 @@ REFUSED: dict[str, tuple[Loop, dict[str, Any], int, str]] = {
     "in_no_sync": (in_no_sync, {}, 1, "first.weight.*no_sync"),
     "not_prepared": (not_prepared, {}, 1, "parameter 6 of group 0.*no prepared model"),
     "changed_weights": (changed_weights, {}, 2, "head.bias.*gradients are equal"),
+    "of_two_models": (of_two_models, {}, 1, "model_0.head.bias.*changed on each rank alone"),
     "unused": (unused, {"prepare": add_unused}, 1, "does not depend on unused.weight.*find_unused"),
     "frozen_later": (frozen_later, {}, 2, "first.weight.*frozen after `prepare`.*find_unused"),
     "unscaled": (unscaled, {}, 1, "No forward has called the model"),

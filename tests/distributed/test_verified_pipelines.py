@@ -359,6 +359,19 @@ def test_a_loss_of_the_model_that_is_no_mean_over_samples_is_refused_whenever_it
         assert all("microbatches=1" in text for text in texts)
 
 
+class Extended(nn.Linear):
+    """Has a state besides its weights."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"calls": 1}
+
+
 def refuse_models_at_prepare() -> list[str]:
     accelerator = make_accelerator()
     compiled, whole, forward = Net(), torch.compile(Net(), backend="eager"), Net()
@@ -367,16 +380,18 @@ def refuse_models_at_prepare() -> list[str]:
     sharded = Net()
     mesh = init_device_mesh("cpu", (2,))
     parallelize_module(sharded, mesh, {"layers.*.linear": ColwiseParallel(output_layouts=Replicate())})
-    models = (compiled, forward, whole, sharded)
+    extended = nn.Sequential(Extended(), nn.Linear(2, 2))
+    models = (compiled, forward, whole, sharded, extended)
     return [error_of(lambda model=model: accelerator.prepare(model)) for model in models]
 
 
 def test_models_that_are_compiled_or_sharded_are_refused_at_prepare(run: Run) -> None:
-    for compiled, forward, whole, sharded in run(refuse_models_at_prepare):
+    for compiled, forward, whole, sharded, extended in run(refuse_models_at_prepare):
         assert "layers.1 of Net are compiled" in compiled
         assert "layers.1 of Net are compiled" in forward
         assert "are compiled" in whole
         assert "sharded before `prepare`" in sharded
+        assert "0 of Sequential have an extra state" in extended
 
 
 class Warming(Attribute):

@@ -379,7 +379,8 @@ def change_parameters(layout: str) -> Any:
             frozen = names[1:2] if number == 2 else names[:1] if number > 2 else []
             for name in names:
                 parameter = of.get_parameter(name).requires_grad_(name not in frozen)
-                parameter.grad = parameter.grad if parameter.requires_grad else None
+                # The gradient of the backward before it was frozen is stepped once.
+                parameter.grad = parameter.grad if parameter.requires_grad or number == 2 else None
             each.step()
         if number == 4:
             optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))

@@ -103,7 +103,7 @@ class MatrixOwners(Owners):
             for group, keys in zip(self.optimizer.param_groups, names, strict=True)
             if group.get(WHOLE_MATRICES) is not False and group.get("use_muon") is not False
             for key, parameter in zip(keys, group["params"], strict=True)
-            if parameter.requires_grad
+            if parameter.requires_grad or parameter.grad is not None  # of the backward before it was frozen
         ]
         transport = current_transport()
         ranks = transport.gather_object({key: _box_of(key, parameter) for key, parameter in pairs})

@@ -307,9 +307,11 @@ def _names(strategy: Strategy, optimizer: AcceleratedOptimizer) -> dict[int, str
         for number, group in enumerate(optimizer.param_groups)
         for index, parameter in enumerate(group["params"])
     }
-    for model in strategy.session.prepared.models:
-        whole = strategy.unwrap(model, keep_compiled=False)
-        names.update((id(p), name) for name, p in whole.named_parameters())
+    models = [strategy.unwrap(model, keep_compiled=False) for model in strategy.session.prepared.models]
+    stepped = [{id(p): name for name, p in m.named_parameters() if id(p) in names} for m in models]
+    several = sum(map(bool, stepped)) > 1
+    for index, own in enumerate(stepped):
+        names.update((key, f"model_{index}.{name}" if several else name) for key, name in own.items())
     return names
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
+from itertools import compress, islice
 from typing import Any, TypeVar
 
 import torch
@@ -262,7 +262,9 @@ class PrepareSession:
                     inner.state[mapping[old]] = inner.state.pop(old)
             if len(self.dropped):
                 for group in getattr(inner, "param_groups", ()):
-                    group["params"] = [p for p in group["params"] if p not in self.dropped]
+                    is_kept = [p not in self.dropped for p in group["params"]]
+                    for name in group.keys() & {"params", "param_names"}:
+                        group[name] = list(compress(group[name], is_kept))
                 for old in [key for key in inner.state if isinstance(key, Tensor) and key in self.dropped]:
                     del inner.state[old]
             if update_singly(inner):

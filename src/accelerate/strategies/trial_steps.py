@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate import rng
-from accelerate.nested import iterate_tensors
+from accelerate.nested import iterate_tensors, recursively_apply
 
 NUM_STEPS = 30
 MAX_GROUPS = 8  # whose options differ
@@ -160,7 +160,10 @@ def _copy_for(
             vars(trial)[name] = _copy_for(parameters, value, options)
         else:
             vars(trial)[name] = _copy_value(value, parameters, own)
-    options = {**options, **{key: OF_DEVICES[key] for key in OF_DEVICES.keys() & options.keys()}}
+    options = {
+        **recursively_apply(Tensor.clone, options),
+        **{key: OF_DEVICES[key] for key in OF_DEVICES.keys() & options.keys()},
+    }
     if not options.get("lr", 1):  # a scheduler begins with zero
         options["lr"] = 1e-3
     trial.state = defaultdict(dict)
@@ -178,4 +181,6 @@ def _copy_value(value: Any, parameters: Sequence[Tensor], own: set[int]) -> Any:
         return value.clone()
     if isinstance(value, OrderedDict) and any(map(callable, value.values())):
         return OrderedDict()  # hooks
-    return type(value)(value) if type(value) in (list, dict, set, OrderedDict) else value
+    if type(value) in (list, dict, OrderedDict):
+        return recursively_apply(Tensor.clone, value)
+    return set(value) if type(value) is set else value

@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from accelerate.base import PreparationError
-from accelerate.strategies.pipeline.microbatches import MicroBatch, shares_of_labels, weight_of_labels
+from accelerate.strategies.pipeline.microbatches import (
+    MicroBatch,
+    WholeSizes,
+    shares_of_labels,
+    split_batch,
+    weight_of_labels,
+)
 
 
 def weigh(logits: Tensor, num_skipped: int) -> tuple[float, int | None]:
@@ -37,3 +43,15 @@ def test_labels_are_counted_for_logits_of_random_weights(dtype: torch.dtype, num
 def test_equal_losses_of_all_tokens_leave_the_labels_that_count_unknown() -> None:
     with pytest.raises(PreparationError, match="different numbers of labels"):
         weigh(torch.zeros(1, 6, 7), 1)
+
+
+def test_tensors_of_a_batch_are_split_unless_their_rows_are_not_samples() -> None:
+    sizes: WholeSizes = {}
+
+    def split(num_rows: int, *shape: int) -> list[int]:
+        batch = {"samples": torch.zeros(4, 2), "other": torch.zeros(num_rows, *shape)}
+        return [len(part["other"]) for part in split_batch(batch, lambda num_samples: 2, sizes)[0]]
+
+    assert [split(1), split(4)] == [[1, 1], [2, 2]]  # one mask for all samples, or one for each
+    assert [split(3), split(4)] == [[3, 3], [4, 4]]  # numbers of positions
+    assert split(4, 3) == [2, 2]  # another tensor

@@ -155,3 +155,28 @@ def test_optimizers_that_need_the_norm_of_all_gradients_are_found() -> None:
         name for name, make in kinds.items() if needs_all_parameters(make(list(nn.Linear(3, 2).parameters())))
     }
     assert found == {"LBFGS", "Prodigy", "own norm", "sharpness"}
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in tensors and lists, which it changes in place."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"num_steps": torch.tensor(0)})
+        self.known = {"num_steps": torch.tensor(0), "all": []}
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        for counts in (group, self.known):
+            counts["num_steps"] += 1
+        self.known["all"].append(self.known["num_steps"])  # type: ignore[union-attr]
+        for parameter in group["params"]:
+            parameter.sub_(parameter.grad / group["num_steps"])
+
+
+def test_trials_change_no_counters_of_an_optimizer() -> None:
+    optimizer = Counting(nn.Linear(3, 2).parameters())
+    assert not needs_all_parameters(optimizer)
+    assert not needs_whole_parameters(optimizer)
+    assert not optimizer.param_groups[0]["num_steps"]
+    assert optimizer.known == {"num_steps": torch.tensor(0), "all": []}

@@ -128,6 +128,7 @@ class ExpertAxis(Layer):
             raise wrong_value("ep_size", self._size, *_reason_without_experts(model, self._is_experts))
         for name, module in experts.items():
             _check_experts(name, module, self._size)
+        _refuse_tied(model, experts.values())
 
     @contextmanager
     def preparing(self, bundle: Bundle) -> Iterator[None]:
@@ -261,6 +262,20 @@ def _check_experts(name: str, module: nn.Module, size: int) -> None:
             f"{name} has {count} experts, which {size} ranks cannot share equally",
             f"Use one of {', '.join(divisors)}",
         )
+
+
+def _refuse_tied(model: nn.Module, experts: Iterable[nn.Module]) -> None:
+    """Raises an error for a parameter of experts that is in several modules."""
+    names: dict[int, list[str]] = {id(p): [] for module in experts for p in module.parameters()}
+    for owner, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            names.get(id(parameter), []).append(f"{owner}.{name}".lstrip("."))
+    for tied in names.values():
+        if len(tied) > 1:
+            raise PreparationError(
+                f"{listed(tied)} are one parameter, and expert parallelism would shard it in each module "
+                "apart. Use one module of experts in both places, or leave ep_size at 1."
+            )
 
 
 def _takes_tokens(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from accelerate.strategies.dtensors.norms import (
     Groups as Groups,
     Parameters as Parameters,
     clip_values as clip_values,
+    combine_powers as combine_powers,
     gradient_norm as gradient_norm,
     groups_of as groups_of,
     local_gradients as local_gradients,

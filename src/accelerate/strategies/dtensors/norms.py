@@ -81,10 +81,25 @@ def gradient_norm(
             norm = torch.nn.utils.get_total_norm(shards, norm_type).to(device=device, dtype=power.dtype)
             power = norm if is_max else norm**norm_type
         for group in groups:
-            dist.all_reduce(power, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+            combine_powers(power, is_max, group)
         powers.append(power)
     stacked = torch.stack([power.to(_norm_dtype(parameters)) for power in powers])
     return stacked.max() if is_max else stacked.sum() ** (1.0 / norm_type)
+
+
+def combine_powers(power: Tensor, is_max: bool, group: dist.ProcessGroup) -> None:
+    """Replaces a 0-d tensor by the sum over the ranks of a group, or by the maximum, which may be NaN.
+
+    Args:
+        is_max: Whether to compute the maximum.
+    """
+    if not is_max:
+        dist.all_reduce(power, group=group)
+        return
+    # Backends drop the NaN of some ranks in a maximum.
+    both = torch.stack([power.nan_to_num(0.0, float("inf")), power.isnan().to(power.dtype)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    power.copy_(both[0].masked_fill(both[1] > 0, float("nan")))
 
 
 def _norm_dtype(parameters: Parameters) -> torch.dtype:

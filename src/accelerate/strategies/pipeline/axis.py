@@ -20,7 +20,7 @@ from accelerate.base import PreparationError, StateError, listed
 from accelerate.ops import is_dtensor
 from accelerate.parallelism_config import MeshAxis
 from accelerate.planning import Layout
-from accelerate.strategies.dtensors import named_parameters
+from accelerate.strategies.dtensors import combine_powers, named_parameters
 from accelerate.strategies.gradient_scales import GradientScales
 from accelerate.strategies.layer import Layer, Norm, WeakStrategy
 from accelerate.strategies.pipeline.runner import Pipeline
@@ -209,7 +209,7 @@ class PipelineAxis(Layer):
         own = norm([parameter for parameter in parameters if id(parameter) not in repeated], norm_type)
         is_max, own = norm_type == float("inf"), own.float()  # stages may have other dtypes
         power = own if is_max else own**norm_type
-        dist.all_reduce(power, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=self.group)
+        combine_powers(power, is_max, self.group)
         return power if is_max else power ** (1.0 / norm_type)
 
     def state_of(self, state: StrategyState) -> StrategyState:
@@ -276,6 +276,16 @@ def check_model(model: nn.Module) -> None:
         raise PreparationError(
             f"{listed(compiled)} of {name} are compiled, and a pipeline traces the code of a model. Pass a "
             "model that is not compiled, or set pp_size=1."
+        )
+    extra = [
+        key or name
+        for key, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
+    if extra:
+        raise PreparationError(
+            f"{listed(extra)} of {name} have an extra state (get_extra_state), and a pipeline saves and "
+            "gathers parameters and buffers only. Keep the state in buffers, or set pp_size=1."
         )
     config = getattr(model, "config", None)
     fields = ("output_hidden_states", "output_attentions", "output_router_logits")

@@ -34,8 +34,8 @@ class MicroBatch(NamedTuple):
     weight: float
 
 
-WholeSizes = dict[tuple[str, int], set[int]]
-"""Sizes that a tensor of a batch, by its place, has had in batches with other numbers of samples."""
+WholeSizes = dict[tuple[str, int, int], set[int]]
+"""Sizes that a tensor of a batch, by its place and number of dimensions, has had besides that of samples."""
 
 
 def split_batch(
@@ -45,7 +45,7 @@ def split_batch(
 
     Args:
         values: Nested tensors of which those with the size of the first one are split. Others are in all
-            parts, such as a mask of positions, also in a batch with as many samples as positions.
+            parts, such as a mask of positions, also in a later batch with as many samples as positions.
         count: Returns the number of parts from the number of samples.
         whole_sizes: Sizes of tensors in earlier batches, to which those of this batch are added.
     """
@@ -61,9 +61,9 @@ def split_batch(
     def has_samples(leaf: Any, index: int) -> bool:
         if not (isinstance(leaf, Tensor) and leaf.ndim):
             return False
-        known = whole_sizes.setdefault((structure, index), set())
+        known = whole_sizes.setdefault((structure, index, leaf.ndim), set())
         known.update({len(leaf)} - {total})
-        return len(leaf) not in known
+        return len(leaf) == total and known <= {1}  # tensors of one row are repeated for all samples
 
     parts = [
         list(torch.tensor_split(leaf, num_parts)) if has_samples(leaf, index) else [leaf] * num_parts
@@ -272,7 +272,8 @@ def merge_outputs(
     structure = f"outputs {flat[0][1]}"
     merged = []
     for index, leaves in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
-        known: set[int] = set() if whole_sizes is None else whole_sizes.setdefault((structure, index), set())
+        place = structure, index, getattr(leaves[0], "ndim", 0)
+        known: set[int] = set() if whole_sizes is None else whole_sizes.setdefault(place, set())
         merged.append(_merge(leaves, sizes, weights or sizes, known))
     return torch_private.pytree.tree_unflatten(merged, flat[0][1])
 
@@ -290,7 +291,7 @@ def _merge(leaves: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
         return first
     if first.ndim:
         whole.update(len(leaf) for leaf, n in zip(leaves, sizes, strict=True) if len(leaf) != n)
-        if not whole.intersection(map(len, leaves)):
+        if not whole:
             return torch.cat(list(leaves))
     if not first.ndim and first.is_floating_point():
         used = [(leaf * weight, weight) for leaf, weight in zip(leaves, weights, strict=True) if weight]

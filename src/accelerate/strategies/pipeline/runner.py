@@ -238,13 +238,16 @@ class Pipeline(ScheduledStages):
 
         Called on all ranks of the pipeline.
         """
+        self.sum_new_gradients()
+        for parameter, summed in (self._summed or {}).items():
+            if summed is not None:
+                parameter.grad = summed if parameter.grad is None else parameter.grad + summed
+        self._summed = None
+
+    def sum_new_gradients(self) -> None:
+        """Adds up gradients like `sum_shared_gradients`, without those of earlier backward passes."""
         for parameters, group in self._shared_parameters():
             Replicas(parameters, set(), group, True, averages=False).average()
-            for parameter in parameters:
-                summed = (self._summed or {}).get(parameter)
-                if summed is not None:
-                    parameter.grad = summed if parameter.grad is None else parameter.grad + summed
-        self._summed = None
 
     def _set_summed_aside(self) -> None:
         """Takes gradients that are added up already from their parameters, until the next ones are."""

@@ -304,7 +304,8 @@ class WholeOptimizerOfStages:
         local: dict[Any, Any] = {key: own for key, own in state["state"].items() if isinstance(key, str)}
         groups, count = list[Any](), 0
         for group, own in zip(state["param_groups"], self._own, strict=True):
-            groups.append({**group, "params": list(range(count, count + len(own)))})
+            options = {key: value for key, value in group.items() if key != "param_names"}  # of all stages
+            groups.append({**options, "params": list(range(count, count + len(own)))})
             for index, aliases in enumerate(own, start=count):
                 values = state["state"].get(by_name[aliases[0]], {})
                 if owned_values := local_states(values, parameters[index], owned[index] if owned else None):

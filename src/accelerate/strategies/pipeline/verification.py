@@ -426,7 +426,7 @@ def _compute_in_pipeline(
         with restored_state(model), rng.restored_generators(pipeline.device), FixedDraws():
             pipeline.run(parts, end, has_backward=finish is not None, shares_error=True)
             if finish is not None:
-                pipeline.sum_shared_gradients()
+                pipeline.sum_new_gradients()
     except (ConfigurationError, PreparationError, StateError):
         raise
     except Exception as error:
