@@ -16,6 +16,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.base import PreparationError, StateError
 from accelerate.checkpointing import Box, LocalShards, box_of, to_local_shards
@@ -68,7 +69,7 @@ class MatrixOwners(Owners):
         self._trained: list[Tensor] = []
         self._parameters: dict[str, Tensor] = {}
         self._matrices: dict[str, Matrix] = {}
-        self._owners: dict[str, int] = {}  # also of parameters that are frozen now, whose states stay
+        self._owners = WeakIdKeyDictionary()  # also of parameters that are frozen now, whose states stay
         self._buckets: list[list[Matrix]] = []
         self._is_expected = is_expected
         optimizer.optimizer.register_step_pre_hook(partial(_refuse_other_steps, ref(optimizer)))
@@ -106,9 +107,14 @@ class MatrixOwners(Owners):
             if parameter.requires_grad or parameter.grad is not None  # of the backward before it was frozen
         ]
         transport = current_transport()
-        ranks = transport.gather_object({key: _box_of(key, parameter) for key, parameter in pairs})
-        self._matrices = {matrix.key: matrix for matrix in plan_owners(ranks, self._owners)}
-        self._owners.update({key: matrix.owner for key, matrix in self._matrices.items()})
+        boxes = {key: _box_of(key, parameter) for key, parameter in pairs}
+        own = {key: self._owners[parameter] for key, parameter in pairs if parameter in self._owners}
+        ranks = transport.gather_object((boxes, own))
+        known = {key: owner for _, each in ranks for key, owner in each.items()}
+        matrices = plan_owners([each for each, _ in ranks], known)
+        self._matrices = {matrix.key: matrix for matrix in matrices}
+        for key, parameter in pairs:
+            self._owners[parameter] = self._matrices[key].owner
         self._buckets = by_dtype(self._matrices.values())
         self._parameters, self._trained = dict(pairs), trained
         self.after_load()
