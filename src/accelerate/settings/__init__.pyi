@@ -13,6 +13,7 @@ from accelerate.settings.config_file import (
     find_config_file as find_config_file,
     hf_cache_home as hf_cache_home,
     load_config_from_file as load_config_from_file,
+    make_config as make_config,
     read_layer as read_layer,
     read_mapping as read_mapping,
     to_text as to_text,

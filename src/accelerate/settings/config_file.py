@@ -278,11 +278,10 @@ class BaseConfig:
     @classmethod
     def _from_file(cls: type[Config], path: Path) -> Config:
         mapping = _in_form(read_mapping(path), path)
-        accepted = {field.name for field in fields(cls)}
-        given = {key: value for key, value in mapping.items() if key in accepted and value is not None}
+        given = {key: value for key, value in mapping.items() if value is not None}
         needed = (field.name for field in fields(cls) if field.default is MISSING)
         refuse_all([f"{path}: {name} is missing. Add it." for name in needed if name not in given])
-        return cls(**given)
+        return make_config(cls, given)
 
     def to_json_file(self, json_file: str) -> None:
         """Writes the settings as JSON."""
@@ -291,6 +290,14 @@ class BaseConfig:
     def to_yaml_file(self, yaml_file: str) -> None:
         """Writes the settings as YAML."""
         write_mapping(Path(yaml_file), self.to_dict(), ".yaml")
+
+
+def make_config(kind: type[Config], mapping: Mapping[str, Any]) -> Config:
+    """Returns an object with the settings of a mapping, also those for which its class has no field."""
+    names = {field.name for field in fields(kind)}
+    config = kind(**{name: value for name, value in mapping.items() if name in names})
+    vars(config).update({name: value for name, value in mapping.items() if name not in names})
+    return config
 
 
 def _in_form(mapping: dict[str, Any], path: Path) -> dict[str, Any]:

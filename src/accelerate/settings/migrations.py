@@ -49,6 +49,8 @@ def _update_values(mapping: Mapping) -> None:
     fp16 = mapping.pop("fp16", None)
     if fp16 is not None:
         mapping.setdefault("mixed_precision", "fp16" if fp16 in (True, "true", "yes") else "no")
+    if mapping.get("distributed_type") is False:  # how YAML reads NO without quotes
+        mapping["distributed_type"] = "NO"
     if str(mapping.get("distributed_type", "")).upper() == "TPU":
         mapping["distributed_type"] = "XLA"
 

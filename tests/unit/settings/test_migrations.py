@@ -15,6 +15,7 @@ from accelerate.settings.migrations import migrate
         ({"fp16": False}, {"mixed_precision": "no"}),
         ({"fp16": True, "mixed_precision": "bf16"}, {"mixed_precision": "bf16"}),
         ({"distributed_type": "TPU"}, {"distributed_type": "XLA"}),
+        ({"distributed_type": False}, {"distributed_type": "NO"}),
         ({"dynamo_backend": "INDUCTOR"}, {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}),
         ({"dynamo_config": {"backend": "EAGER"}}, {"dynamo_config": {"dynamo_backend": "EAGER"}}),
         ({"fp8_config": {"backend": "MSAMP"}}, {"fp8_config": {"backend": "msamp"}}),

@@ -38,6 +38,7 @@ from accelerate.settings import (
     all_options,
     as_mapping,
     find_config_file,
+    make_config,
     prompt_of_this_process,
     read_layer,
 )
@@ -80,7 +81,7 @@ def get_cluster_input(prompt: Prompt | None = None, suggestions: Suggestions | N
             f"This machine has no accelerator: `accelerate launch` refuses {kind} here. MULTI_CPU trains "
             "on this machine."
         )
-    return ClusterConfig(**mapping)
+    return make_config(ClusterConfig, mapping)
 
 
 MACHINE_DEFAULTS: dict[str, Any] = {

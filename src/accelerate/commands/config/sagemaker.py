@@ -18,7 +18,14 @@ from accelerate.base import (
 )
 from accelerate.commands.config.cluster import MACHINE_DEFAULTS, Suggestions
 from accelerate.commands.config.config_utils import DYNAMO_BACKENDS as DYNAMO_BACKENDS
-from accelerate.settings import Prompt, Questionnaire, SageMakerConfig, as_mapping, prompt_of_this_process
+from accelerate.settings import (
+    Prompt,
+    Questionnaire,
+    SageMakerConfig,
+    as_mapping,
+    make_config,
+    prompt_of_this_process,
+)
 from accelerate.settings.sections import DynamoSection, LaunchSection, PrecisionSection, SageMakerSection
 
 SECTIONS = (LaunchSection, SageMakerSection, PrecisionSection, DynamoSection)
@@ -91,7 +98,7 @@ def get_sagemaker_input(
     mapping["compute_environment"] = ComputeEnvironment.AMAZON_SAGEMAKER
     mapping.setdefault("use_cpu", False)
     mapping.setdefault("debug", False)
-    return SageMakerConfig(**mapping)
+    return make_config(SageMakerConfig, mapping)
 
 
 def _create_iam_role_for_sagemaker(role_name: str) -> None:

@@ -70,10 +70,11 @@ def test_a_wrong_number_format_is_named(tmp_path: Path) -> None:
 
 def test_update_migrates_an_old_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text("fp16: true\ndistributed_type: MULTI_GPU\nnum_processes: 2\n")
+    path.write_text("fp16: true\ndistributed_type: MULTI_GPU\nnum_processes: 2\nhang_timeout: 60\n")
     assert run(monkeypatch, "update", "--config_file", str(path)) == 0
     written = yaml.safe_load(path.read_text())
     assert (written["mixed_precision"], written["num_processes"]) == ("fp16", 2)
+    assert written["hang_timeout"] == 60
     assert "fp16" not in written
 
 

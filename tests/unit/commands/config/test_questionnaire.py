@@ -268,11 +268,13 @@ def test_an_existing_file_gives_defaults_and_keeps_its_other_settings(tmp_path: 
     mapping = {
         "distributed_type": "FSDP",
         "num_processes": 6,
+        "hang_timeout": 60,
         "fsdp_config": {"fsdp_ignored_modules": "head"},
     }
     path.write_text(yaml.safe_dump(mapping))
     config = get_cluster_input(Defaults(), suggest(str(path)))  # type: ignore[arg-type]
     assert (config.distributed_type, config.num_processes) == ("FSDP", 6)
+    assert config.to_dict()["hang_timeout"] == 60
     assert config.fsdp_config is not None
     assert config.fsdp_config["fsdp_ignored_modules"] == "head"
     other = get_cluster_input(Defaults(**{"Which training strategy": "MULTI_CPU"}), suggest(str(path)))  # type: ignore[arg-type]
