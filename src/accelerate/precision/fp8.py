@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from importlib import import_module
@@ -244,7 +245,8 @@ def convert_model(
     """Replaces linear layers and layer norms of a model in place by those of Transformer Engine, or back.
 
     The new layers have new parameters with the values of the old ones. Linear layers whose sizes are not
-    multiples of 16, and routers of experts, are not replaced.
+    multiples of 16, routers of experts, and layers with a parameter of another module, such as a head that is
+    tied to an embedding, are not replaced.
 
     Args:
         model: Module that contains the layers, and is not replaced itself.
@@ -257,13 +259,18 @@ def convert_model(
     source, target = (nn, engine) if to_transformer_engine else (engine, nn)
     kinds = [*(["Linear"] if _convert_linear else []), *(["LayerNorm"] if _convert_ln else [])]
     routers = {model.get_submodule(name) for name in find_routers(model)}
+    uses = Counter(parameter for part in model.modules() for parameter in part.parameters(recurse=False))
+    replaced: dict[nn.Module, nn.Module] = {}  # modules may have the same layer
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if to_transformer_engine and child in routers:
+        for name, child in list(parent._modules.items()):
+            is_kept = child is None or any(uses[each] > 1 for each in child.parameters(recurse=False))
+            if is_kept or (to_transformer_engine and child in routers):
                 continue
             for kind in kinds:
                 if isinstance(child, getattr(source, kind)) and (target is nn or _fits(child)):
-                    setattr(parent, name, _copy_weights(child, _empty_layer_like(child, kind, target)))
+                    if child not in replaced:
+                        replaced[child] = _copy_weights(child, _empty_layer_like(child, kind, target))
+                    setattr(parent, name, replaced[child])
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:

@@ -99,6 +99,17 @@ def test_layers_are_replaced_with_their_weights_and_back() -> None:
 
 
 @pytest.mark.usefixtures("contexts")
+def test_layers_stay_shared_and_weights_stay_tied() -> None:
+    shared, embedding, head = nn.Linear(16, 16), nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+    head.weight = embedding.weight
+    model = nn.Sequential(embedding, shared, nn.Sequential(shared, shared), head)
+    precision.convert_model(model)
+    assert model[3].weight is model[0].weight
+    assert isinstance(model[1], Linear)
+    assert model[2][0] is model[2][1] is model[1]
+
+
+@pytest.mark.usefixtures("contexts")
 @pytest.mark.parametrize(("linear", "norm"), [(True, False), (False, True)])
 def test_one_kind_of_layer_may_be_left_out(linear: bool, norm: bool) -> None:
     model = build()
