@@ -285,8 +285,8 @@ def ignorant_find_batch_size(data: Any) -> int | None:
     """Returns the batch size of a structure, or None when it has none."""
     # The usual structures are searched without a generator, because this is called for each batch.
     item = data[0] if type(data) is list and data else data
-    if (type(item) is torch.Tensor or (item := _first_tensor(item)) is not None) and (shape := item.shape):
-        return shape[0]
+    if (type(item) is torch.Tensor or (item := _first_tensor(item)) is not None) and item.ndim:
+        return item.size(0)  # nested tensors have no shape
     return next((int(tensor.size(0)) for tensor in iterate_tensors(data) if tensor.ndim), None)
 
 

@@ -84,8 +84,9 @@ def pack(global_batch: GlobalBatch, group: int, take: Take = lambda size: None) 
     """Packs the part of one group into bytes on the CPU, without a copy of one contiguous tensor."""
     tensors: list[Tensor] = []
 
-    def is_dense(leaf: Any) -> bool:  # sparse and quantized tensors are pickled in the spec
-        return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_quantized
+    def is_dense(leaf: Any) -> bool:  # sparse, nested and quantized tensors are pickled in the spec
+        is_strided = isinstance(leaf, Tensor) and leaf.layout is torch.strided
+        return is_strided and not (leaf.is_nested or leaf.is_quantized)
 
     def describe(tensor: Tensor) -> TensorInformation:
         tensors.append(tensor.detach().cpu())

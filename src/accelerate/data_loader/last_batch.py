@@ -15,7 +15,7 @@ import torch
 
 from accelerate import torch_private
 from accelerate.base import PreparationError
-from accelerate.nested import concatenate, honor_mapping, honor_type, ignorant_find_batch_size
+from accelerate.nested import concatenate, honor_mapping, honor_type, ignorant_find_batch_size, slice_tensors
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ def _split_leaves(batch: Any) -> tuple[list[Any], list[Any]]:
         item = waiting.pop()
         if isinstance(item, torch.Tensor):
             if _has_rows(item, samples):
-                shapes.append(item.shape[1:])
+                shapes.append(None if item.is_nested else item.shape[1:])
             else:
                 rest.append(item)
         elif isinstance(item, Mapping):
@@ -118,7 +118,7 @@ def _split_leaves(batch: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _has_rows(tensor: torch.Tensor, samples: int | None) -> bool:
-    return tensor.ndim > 0 and tensor.shape[0] == samples
+    return tensor.ndim > 0 and tensor.size(0) == samples
 
 
 def _are_equal(leaves: list[Any], others: list[Any]) -> bool:
@@ -164,7 +164,7 @@ def rows_per_sample(rows: int | None, samples: int | None) -> int:
 def count_samples(batch: Any) -> int | None:
     """Returns the length of the first tensor of a batch or, without one, of its first plain list."""
     if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.ndim else None
+        return batch.size(0) if batch.ndim else None
     if isinstance(batch, (list, tuple)) and not any(map(_is_nested, batch)):
         return len(batch)
     if not _is_nested(batch):
@@ -176,7 +176,7 @@ def count_samples(batch: Any) -> int | None:
 def cut_batch(batch: Any, span: slice, samples: int) -> Any:
     """Returns a span of samples, cut from all tensors and plain lists that are `samples` long."""
     if isinstance(batch, torch.Tensor):
-        return batch[span] if _has_rows(batch, samples) else batch
+        return slice_tensors(batch, span) if _has_rows(batch, samples) else batch
     if isinstance(batch, Mapping):
         return honor_mapping(batch, {key: cut_batch(value, span, samples) for key, value in batch.items()})
     if isinstance(batch, (list, tuple)):

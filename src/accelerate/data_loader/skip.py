@@ -36,15 +36,16 @@ def skip_first_batches(dataloader: Loader, num_batches: int = 0) -> Loader:
         A loader of the same kind; a `SkipDataLoader` for a torch loader over iterable data.
 
     Raises:
-        ConfigurationError: If the number of batches is negative, or no number.
+        ConfigurationError: If the number of batches is negative, or no whole number.
     """
     number: object = num_batches
-    if not isinstance(number, Real):
-        raise wrong_value("num_batches", number, "it is not a number", "Use 0 or more", TypeError)
+    if not isinstance(number, Real) or number % 1:
+        raise wrong_value("num_batches", number, "it is not a whole number", "Use 0 or more", TypeError)
     if num_batches < 0:
         raise wrong_value(
             "num_batches", num_batches, "batches that were never read cannot be put back", "use 0 or more"
         )
+    num_batches = int(num_batches)
     loader: Any = dataloader
     inner = getattr(loader, "dataloader", None)
     if is_tracked(inner):  # a loader around a prepared one, as on XLA devices

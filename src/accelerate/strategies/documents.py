@@ -97,7 +97,7 @@ def _from_masks(values: Mapping[str, Any]) -> Tensor | None:
     mask = values.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point():
         return None
-    return mask if mask.dtype != torch.bool and int(mask.max()) > 1 else None
+    return mask if mask.dtype != torch.bool and bool((mask > 1).any()) else None
 
 
 def has_several(documents: Tensor | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -20,7 +21,9 @@ from accelerate.data_loader import (
     ShardPlan,
     count_samples,
     cut_batch,
+    pack,
     prepare_data_loader,
+    unpack,
 )
 
 CPU = torch.device("cpu")
@@ -74,6 +77,25 @@ def test_the_last_batches_may_have_samples_of_any_shape_and_other_leaves(end: st
         assert "t" not in part or len(part["t"]) == len(part["x"])
         assert "w" not in part or len(part["w"]) == 7
         assert "weights" not in part or all(part[name] is value for name, value in WEIGHTS.items())
+
+
+def nested(count: int) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(number + 1) for number in range(count)])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize(
+    "layout", [nested, lambda count: torch.eye(count, 4).to_sparse()], ids=["nested", "sparse"]
+)
+def test_batches_of_other_layouts_are_read_and_cut(states: None, layout: Any) -> None:
+    loader = DataLoader(list(range(5)), batch_size=2, collate_fn=lambda samples: layout(len(samples)))
+    assert [batch.size(0) for batch in prepare_data_loader(loader)] == [2, 2, 1]
+    *_, last = GlobalBatchBuilder(2).build(iter(map(layout, (3, 3, 3, 2))))
+    assert [part.size(0) for part in last.parts] == [3, 3]
+    sent = pack(last, 1)
+    received = unpack(pickle.loads(sent.spec), sent.chunk)
+    assert received.layout == last.parts[1].layout
+    assert received.size(0) == 3
 
 
 @pytest.mark.parametrize("width", [2, 3])

@@ -42,7 +42,7 @@ def read(loader: Any) -> list[Any]:
 
 def test_indices_are_skipped_without_reading() -> None:
     dataset = Recorder()
-    plain = skip_first_batches(DataLoader(dataset, batch_size=4), 1)
+    plain = skip_first_batches(DataLoader(dataset, batch_size=4), 1.0)  # type: ignore[arg-type]
     assert type(plain) is DataLoader
     assert read(plain) == [[4, 5, 6, 7], [8, 9]]
     assert len(plain) == 2
@@ -50,6 +50,9 @@ def test_indices_are_skipped_without_reading() -> None:
     assert read(skip_first_batches(skip_first_batches(prepared, 1), 1)) == [[0, 1]]
     assert dataset.read == [4, 5, 6, 7, 8, 9, 0, 1]
     assert read(prepared) == [[2, 3], [6, 7], [0, 1]]
+    for number in (1.5, float("inf")):
+        with pytest.raises(TypeError, match="whole number"):
+            skip_first_batches(prepared, number)  # type: ignore[arg-type]
 
 
 def test_both_loaders_count_epochs_together() -> None:

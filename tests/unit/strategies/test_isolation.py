@@ -182,6 +182,7 @@ def test_padding_belongs_to_no_document() -> None:
     mask = (DOCUMENTS == 0).long()
     found = documents_of({"input_ids": DOCUMENTS, "position_ids": POSITIONS, "attention_mask": mask})
     assert not has_several(found)
+    assert not has_several(documents_of({"input_ids": DOCUMENTS[:0], "attention_mask": mask[:0]}))
 
 
 @pytest.mark.parametrize(
