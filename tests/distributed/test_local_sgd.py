@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from accelerate.accelerator import Accelerator
@@ -13,7 +14,7 @@ from accelerate.local_sgd import LocalSGD
 Run = Callable[..., list[Any]]
 
 
-def train() -> list[float]:
+def train(unwraps: bool = False) -> list[float]:
     """Move one weight by 1 a step on rank 0 and by 3 on rank 1; average after each second step."""
     accelerator = Accelerator()
     model = torch.nn.Linear(1, 1, bias=False)
@@ -21,7 +22,8 @@ def train() -> list[float]:
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     pull = -1.0 if accelerator.process_index == 0 else -3.0
     weights = []
-    with LocalSGD(accelerator, model, local_sgd_steps=2) as local_sgd:
+    averaged = accelerator.unwrap_model(model) if unwraps else model
+    with LocalSGD(accelerator, averaged, local_sgd_steps=2) as local_sgd:
         for _ in range(5):
             with accelerator.accumulate(model):
                 accelerator.backward(model(torch.full((1, 1), pull)).sum())
@@ -33,5 +35,6 @@ def train() -> list[float]:
     return weights
 
 
-def test_weights_differ_between_averages_and_are_equal_after(run: Run) -> None:
-    assert run(train) == [[1.0, 4.0, 5.0, 8.0, 9.0, 10.0], [3.0, 4.0, 7.0, 8.0, 11.0, 10.0]]
+@pytest.mark.parametrize("unwraps", [False, True])
+def test_weights_differ_between_averages_and_are_equal_after(run: Run, unwraps: bool) -> None:
+    assert run(train, unwraps) == [[1.0, 4.0, 5.0, 8.0, 9.0, 10.0], [3.0, 4.0, 7.0, 8.0, 11.0, 10.0]]

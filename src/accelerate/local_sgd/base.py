@@ -13,6 +13,8 @@ from accelerate.accelerator import Accelerator
 from accelerate.base import PreparationError, StateError, wrong_value
 from accelerate.checkpointing import Part
 from accelerate.local_sgd.states import RankState
+from accelerate.parallelism_config import Data, axes_with
+from accelerate.state import mesh_sizes
 from accelerate.strategies import owners_of
 
 Self = TypeVar("Self", bound="LocalSGD")
@@ -41,7 +43,7 @@ class LocalSGD:
 
     Raises:
         ConfigurationError: `local_sgd_steps` is less than 1.
-        PreparationError: The model is sharded over the ranks.
+        PreparationError: The model is sharded over the ranks, or several ranks train on one batch.
     """
 
     is_applied: bool = False  # whether the model has other weights for an evaluation
@@ -58,9 +60,12 @@ class LocalSGD:
                 f"{type(self).__name__} averages whole models, and under {accelerator.distributed_type} a "
                 "rank has only a shard. Train without it, or with plain data parallelism."
             )
+        if self.enabled:
+            self._refuse_shared_batches(accelerator)
         self.num_steps = 0
         self.accelerator = accelerator
-        self.model = model
+        models = accelerator._runtime.prepared.models  # `no_sync` needs the wrapper
+        self.model = next((each for each in models if accelerator.unwrap_model(each) is model), model)
         self.local_sgd_steps = local_sgd_steps
         self.model_sync_obj: AbstractContextManager[Any] | None = None
         if self.enabled:
@@ -106,6 +111,16 @@ class LocalSGD:
         averages = self.accelerator.reduce(parameters, reduction="mean")
         for parameter, average in zip(parameters, averages, strict=True):
             parameter.copy_(average)
+
+    def _refuse_shared_batches(self, accelerator: Accelerator) -> None:
+        """Raises an error if several ranks train on the sequences of one batch, in each step together."""
+        sizes = mesh_sizes(accelerator.torch_device_mesh)
+        names = (*axes_with(Data.SEQUENCES), *axes_with(Data.COPIES))
+        if shared := [f"{name}_size={sizes[name]}" for name in names if sizes.get(name, 1) > 1]:
+            raise PreparationError(
+                f"{type(self).__name__} trains each rank separately, and the ranks of {', '.join(shared)} "
+                "train on one batch together. Set a size of 1, or train without it."
+            )
 
     def _refuse_owners(self) -> None:
         """Raises an error for optimizers of which each rank steps some matrices for all ranks."""

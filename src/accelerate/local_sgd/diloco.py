@@ -71,8 +71,8 @@ class DiLoCo(LocalSGD):
 
     Raises:
         ConfigurationError: An argument is wrong, or the model is not prepared.
-        PreparationError: The model is sharded over the ranks, an engine keeps its weights, or the run has
-            replica groups.
+        PreparationError: The model is sharded over the ranks, several ranks train on one batch, an engine
+            keeps its weights, or the run has replica groups.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class DiLoCo(LocalSGD):
         runtime = self.accelerator._runtime
         self.model = runtime.find_prepared(self.model)
         _check_strategy(self.accelerator, self.model)
+        self._refuse_shared_batches(self.accelerator)
         self.parameters = self._trained()
         _check_parameters(self.parameters, self.num_fragments)
         self.fragments = build_fragments(self.parameters, self.num_fragments, self.local_sgd_steps, device)
@@ -261,12 +262,12 @@ class DiLoCo(LocalSGD):
             for mean in exchange.means:
                 mean.wait()
         views = {
-            parameter.data_ptr(): view.detach().to(parameter.dtype)
+            (parameter.data_ptr(), parameter.shape): view.detach().to(parameter.dtype)
             for parameter, view in zip(self.parameters, self.globals, strict=True)
             if parameter.numel()
         }
         return {
-            name: views.get(value.data_ptr(), value) if isinstance(value, Tensor) else value
+            name: views.get((value.data_ptr(), value.shape), value) if isinstance(value, Tensor) else value
             for name, value in state.items()
         }
 

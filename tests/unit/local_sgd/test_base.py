@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accelerate.accelerator import Accelerator
-from accelerate.base import DistributedType, StateError
+from accelerate.base import DistributedType, PreparationError, StateError
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import Observers
 from accelerate.strategies import DataParallel, Strategy, TensorParallel
@@ -24,11 +24,14 @@ class FakeAccelerator:
     """Two processes, of which the other one has parameters of 3; notes the order of what happens."""
 
     use_distributed = True
+    torch_device_mesh: Any = None
 
     def __init__(self, strategy: type[Strategy] = DataParallel) -> None:
         self.distributed_type = strategy.distributed_type or DistributedType.MULTI_CPU
         self._runtime = SimpleNamespace(
-            strategy=strategy, prepared=SimpleNamespace(local_sgd=[], optimizers=[]), observers=Observers()
+            strategy=strategy,
+            prepared=SimpleNamespace(models=[], local_sgd=[], optimizers=[]),
+            observers=Observers(),
         )
         self.events: list[str] = []
 
@@ -94,6 +97,13 @@ def test_a_failing_block_does_not_wait_for_other_ranks() -> None:
 def test_split_models_are_refused(strategy: type[Strategy]) -> None:
     accelerator: Any = FakeAccelerator(strategy)
     with pytest.raises(ValueError, match="LocalSGD averages whole models"):
+        LocalSGD(accelerator, torch.nn.Linear(1, 1), 1)
+
+
+def test_ranks_that_train_on_one_batch_are_refused() -> None:
+    accelerator: Any = FakeAccelerator()
+    accelerator.torch_device_mesh = SimpleNamespace(mesh_dim_names=("dp_replicate", "cp"), shape=(2, 2))
+    with pytest.raises(PreparationError, match="the ranks of cp_size=2 train on one batch together"):
         LocalSGD(accelerator, torch.nn.Linear(1, 1), 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,13 @@ def test_sharded_models_are_refused() -> None:
         DiLoCo(accelerator, model)
 
 
+def test_ranks_that_train_on_one_batch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = SimpleNamespace(mesh_dim_names=("sp",), shape=(2,))
+    monkeypatch.setattr(Accelerator, "torch_device_mesh", mesh)
+    with pytest.raises(PreparationError, match="the ranks of sp_size=2 train on one batch together"):
+        prepared()
+
+
 def test_steps_outside_of_the_block_and_of_other_parameters_are_refused() -> None:
     *objects, diloco = prepared(local_sgd_steps=1)
     with pytest.raises(StateError, match="outside of the block"):
@@ -137,6 +145,17 @@ def test_global_parameters_are_applied_and_the_weights_are_restored(tmp_path: Pa
         assert not torch.equal(own[0], diloco.globals[0])
         assert torch.equal(read_safetensors(tmp_path / "model.safetensors")["0.weight"], diloco.globals[0])
     assert all(map(torch.equal, model.parameters(), diloco.globals))
+
+
+def test_a_buffer_that_is_a_view_of_a_weight_is_saved_with_its_own_shape(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 3)
+    model.register_buffer("first", model.bias.data[:1])
+    model = accelerator.prepare(model)
+    with DiLoCo(accelerator, model, local_sgd_steps=2):
+        accelerator.save_state(tmp_path)
+        accelerator.load_state(tmp_path)
+    assert read_safetensors(tmp_path / "model.safetensors")["first"].shape == (1,)
 
 
 def test_checkpoints_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
