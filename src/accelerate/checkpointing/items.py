@@ -33,6 +33,7 @@ from accelerate.data_loader import resume
 from accelerate.logging import get_logger
 from accelerate.nested import recursively_apply
 from accelerate.ops import is_dtensor
+from accelerate.weights import is_extra
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -103,7 +104,11 @@ def model_item(model: nn.Module, part: Part | None = None) -> StateItem:
 
     def apply(state: Mapping[str, Any]) -> None:
         live = model.state_dict(keep_vars=True)
+        if extra := {name: value for name, value in state.items() if is_extra(name)}:
+            model.load_state_dict(extra, strict=False)
         for name, value in state.items():
+            if name in extra:
+                continue
             own = to_local_shards(live[name], 0, 0)
             if isinstance(value, LocalShards) and isinstance(own, LocalShards):
                 copy_shards(own, value)

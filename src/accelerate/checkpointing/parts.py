@@ -174,8 +174,8 @@ class StatePart(Part):
     def collect(self, writes_common: bool = True) -> list[Payload]:
         if self.distribute is not None:
             state = _gather_shards(run_on_all_ranks(self.owner.state_dict), keep=writes_common)
-        elif writes_common:
-            state = self.owner.state_dict()
+        else:
+            state = self.owner.state_dict()  # on all ranks, because that of a user may communicate
         write = partial(write_state, type(self.owner).__name__)
         return [Payload(self.name, state, write)] if writes_common else []
 

@@ -20,6 +20,7 @@ from accelerate.checkpointing import (
     apply_items,
     capture_items,
     check_items,
+    model_item,
     object_item,
 )
 from accelerate.local_sgd import LocalSGD
@@ -93,6 +94,35 @@ def test_replica_groups_receive_all_items(counter: Counter) -> None:
     assert all(map(torch.equal, before, after))
     assert (optimizer.num_updates, accelerator.project_configuration.iteration) == (1, 3)
     assert counter.state == {"num_tokens": 7}
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state["scale"]
+
+
+def test_replica_groups_receive_extra_states_of_modules() -> None:
+    source, target = Extra(2, 2), Extra(2, 2)
+    source.scale, target.scale = 5.0, 1.0
+    apply_items([model_item(target)], capture_items([model_item(source)]))
+    assert target.scale == 5.0
+    assert torch.equal(target.weight, source.weight)
+
+
+def test_the_state_of_an_object_is_computed_on_all_ranks() -> None:
+    class Communicating(Counter):
+        num_calls = 0
+
+        def state_dict(self) -> dict[str, int]:
+            self.num_calls += 1
+            return super().state_dict()
+
+    owner = Communicating()
+    assert StatePart("counter.bin", owner).collect(writes_common=False) == []
+    assert owner.num_calls == 1
 
 
 def test_a_state_of_other_objects_is_refused() -> None:
