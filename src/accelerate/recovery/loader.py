@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from accelerate.base import CheckpointError, wrong_value
 from accelerate.data_loader import (
@@ -229,6 +229,8 @@ def check_loader(loader: Any) -> None:
             "Use a dataset with a length and indices, or leave --replicas out",
         )
     sampler = getattr(loader, "sampler", None)
+    if (batches := getattr(loader, "batch_sampler", None)) is not None:  # it may leave the sampler unused
+        sampler = batches.sampler if type(batches) is BatchSampler else batches
     if type(sampler) not in (RandomSampler, SequentialSampler) and not callable(
         getattr(sampler, "set_epoch", None)
     ):

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from accelerate.base import CheckpointError
+from accelerate.base import CheckpointError, ConfigurationError
 from accelerate.data_loader import prepare_data_loader
 from accelerate.plugins import GradientAccumulationPlugin
-from accelerate.recovery.loader import RecoveryLoader
+from accelerate.recovery.loader import RecoveryLoader, check_loader
 from accelerate.recovery.membership import Members
 from accelerate.state import GradientState
 
@@ -172,3 +172,30 @@ def test_readers_continue_after_a_committed_step(shrinks: bool, monkeypatch: pyt
     assert len(opened) == 2 * len(set(opened))
     assert len({sample for each in [*steps, step] for sample in each}) == sum(map(len, [*steps, step]))
     member.batches.close()  # type: ignore[attr-defined]
+
+
+class Buckets:
+    """A batch sampler with an order of its own."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[1, 0], [3, 2]])
+
+    def __len__(self) -> int:
+        return 2
+
+
+class BucketsOfEpoch(Buckets):
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch."""
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_a_batch_sampler_needs_an_order_that_other_groups_follow(replacement: bool) -> None:
+    data: Any = range(4)
+    for order in (RandomSampler(data, replacement), SequentialSampler(data)):
+        check_loader(DataLoader(data, batch_sampler=BatchSampler(order, 2, drop_last=False)))
+    check_loader(DataLoader(data, batch_sampler=BucketsOfEpoch()))
+    with pytest.raises(ConfigurationError, match="sampler='Buckets': its order must be the same"):
+        check_loader(DataLoader(data, batch_sampler=Buckets()))
+    with pytest.raises(ConfigurationError, match="sampler='SubsetRandomSampler'"):
+        check_loader(DataLoader(data, batch_sampler=BatchSampler(SubsetRandomSampler([0, 1]), 2, False)))
