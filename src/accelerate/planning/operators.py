@@ -135,7 +135,7 @@ INDEX_OPERATORS = {
     aten.kthvalue.default,
     aten.multinomial.default,
 }
-"""OperatorMode that return indices chosen by values, for example to route tokens to experts."""
+"""Operators that return indices chosen by values, for example to route tokens to experts."""
 
 
 CONVERSIONS = {Tensor.__format__, Tensor.numpy, Tensor.__array__}

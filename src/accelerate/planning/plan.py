@@ -90,7 +90,7 @@ class Planner:
         """Returns the largest batch that fits in the memory of a device, or 0 if one sample does not fit."""
         return largest_batch(lambda size: self.memory(layout, size).total, capacity, start)
 
-    def error_context(
+    def fitting_layouts(
         self, layout: Layout, devices: int, capacity: float, batch_size: int
     ) -> list[FittingLayout]:
         """Returns the layouts of a number of devices that fit.
@@ -215,7 +215,7 @@ class MemoryPlan:
         """
         count, capacity = parse_devices(devices)
         samples = max(1, self.batch_size // self.layout.num_microbatches)
-        return self.planner.error_context(self.layout, count, capacity, samples)
+        return self.planner.fitting_layouts(self.layout, count, capacity, samples)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan as values for JSON, with exact bytes."""
