@@ -97,12 +97,10 @@ class Slot:
         return values.dtype if is_integer or is_derived_parameter(self.empty) else self.empty.dtype
 
     def load(self, device: torch.device) -> None:
-        """Reads the values and fills the slot, unless it is replaced.
+        """Reads the values and fills the slot.
 
         Values at the same address are wrapped once.
         """
-        if self.is_replaced():
-            return
         empty, filled = self.empty, self.filled
         values: Tensor = self.source.weights_map[self.name]
         with torch_private.without_torch_functions():  # attributes of an UnloadedTensor take longer with them
@@ -110,7 +108,7 @@ class Slot:
                 self.address is not None
                 and filled is not None
                 and values.data_ptr() == self.address
-                and self.tensors[self.key] is empty
+                and self.tensors.get(self.key) is empty
                 and filled.dtype == empty.dtype
                 and filled.requires_grad is empty.requires_grad
             )
@@ -124,52 +122,38 @@ class Slot:
         self.address = values.data_ptr() if is_reusable else None
 
     def load_prefetched(self, values: Tensor, device: torch.device) -> None:
-        """Fills the slot with prefetched values, unless it is replaced, or converted since the prefetch."""
-        if not self.is_replaced():
-            is_current = values.dtype == self._dtype_for(values)
-            self.fill(values if is_current else self.read(device), device)
+        """Fills the slot with prefetched values, or with others if it was converted since the prefetch."""
+        is_current = values.dtype == self._dtype_for(values)
+        self.fill(values if is_current else self.read(device), device)
 
-    def fill(self, values: Tensor, device: torch.device) -> None:
-        """Fills the slot with values that `read` returned."""
+    def fill(self, values: Tensor, device: torch.device) -> Tensor:
+        """Fills the slot with values that `read` returned, and returns its tensor."""
         self.address = None
-        self.filled = self._make(values, device)
-        self._put(self.filled)
+        self.filled = tensor = self._make(values, device)
+        self._put(tensor)
+        return tensor
 
     def restore(self) -> None:
         """Fills the slot for good, with the tensor of the entries that were tied to it and are filled."""
         tied = None if self.tie.restored is None else self.tie.restored()
         if tied is None or is_derived_parameter(self.empty):
-            self.fill(self.read(self.original_device), self.original_device)
+            tied = self.fill(self.read(self.original_device), self.original_device)
         else:
             self._put(tied)
-        self.tie.restore(self.tensors[self.key])
+        self.tie.restore(tied)
 
     def clear(self) -> None:
-        """Replaces the values by the meta tensor, unless they are replaced."""
-        if self.is_replaced():
-            return
+        """Replaces the values by the meta tensor."""
         if self.address is None:
             self.filled = None
         if is_derived_parameter(self.empty):
             drop_values(self.owner)
         self._put(self.empty)
 
-    def is_empty(self) -> bool:
-        current = self.tensors.get(self.key)
-        return current is not None and current.device.type == "meta"
-
-    def is_replaced(self) -> bool:
-        """Returns whether other code has replaced or removed the entry, which is then no longer offloaded."""
-        current = self.tensors.get(self.key)
-        if current is self.empty or is_derived_parameter(self.empty):
-            return False
-        is_filled = current is not None and current.__dict__.get(TIE) is self.tie
-        return not (is_filled or self.is_empty())
-
     def keep_changes(self) -> None:
         """Keeps the current meta tensor, which users may have replaced since the last forward."""
-        current = self.tensors[self.key]
-        if current is not self.empty and self.is_empty():
+        current = self.tensors.get(self.key)
+        if current is not None and current is not self.empty and current.device.type == "meta":
             self.set_empty(current)
 
     def set_empty(self, meta: Tensor) -> None:
@@ -191,9 +175,15 @@ class Slot:
         self._link()  # of a copy
 
     def _put(self, tensor: Tensor) -> None:
-        self.tensors[self.key] = tensor
-        for tensors, key in self.tied:
-            tensors[key] = tensor
+        for tensors, key in ((self.tensors, self.key), *self.tied):
+            if not self._is_replaced(tensors.get(key)):
+                tensors[key] = tensor
+
+    def _is_replaced(self, current: Tensor | None) -> bool:
+        """Returns whether other code has set or removed an entry, which is then no longer offloaded."""
+        if current is self.empty or is_derived_parameter(self.empty):
+            return False
+        return current is None or not (current.__dict__.get(TIE) is self.tie or current.device.type == "meta")
 
     def _make(self, values: Tensor, device: torch.device) -> Tensor:
         if is_derived_parameter(self.empty):
@@ -296,7 +286,7 @@ class AlignDevicesHook(ModelHook):
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         for slot in self.slots:
-            if slot.original_device.type != "meta" and not slot.is_replaced():
+            if slot.original_device.type != "meta":
                 slot.restore()
         if self.block is not None:  # the hook of the block may remain
             removed = {id(slot) for slot in self.slots}

@@ -208,16 +208,18 @@ def test_loading_a_state_into_an_offloaded_model_is_refused(tmp_path: Path) -> N
 
 
 class Counter(nn.Module):
-    """Module whose forward assigns a buffer."""
+    """Module with tied weights, whose forward assigns a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 3)
+        self.tied = nn.ModuleList([nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))])
+        self.tied[0][1].weight = self.tied[0][0].weight
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.count = self.count + 1
-        output: Tensor = self.layer(x) * self.count
+        output: Tensor = self.tied[0](self.layer(x)) * self.count
         return output
 
 
@@ -225,7 +227,10 @@ REPLACEMENTS: list[Callable[[Counter], object]] = [
     lambda model: model.load_state_dict(build(Counter, 1).state_dict(), assign=True),
     lambda model: setattr(model.layer, "weight", nn.Parameter(torch.eye(3))),
     lambda model: setattr(model.layer, "bias", None),
-    lambda model: torch.func.functional_call(model, build(Counter, 1).state_dict(), X),
+    lambda model: setattr(model.tied[0][0], "weight", nn.Parameter(torch.eye(3))),
+    lambda model: setattr(model.tied[0][1], "weight", nn.Parameter(torch.eye(3))),
+    lambda model: delattr(model.layer, "weight") or setattr(model.layer, "weight", torch.eye(3)),
+    lambda model: torch.func.functional_call(model, dict(build(Counter, 1).named_parameters()), X),
 ]
 
 
