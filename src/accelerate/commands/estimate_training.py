@@ -124,7 +124,7 @@ def plan_training(
     model, batch, loss = read_model(args)
     kind, planner = _model_class(model), _planner(args, model, batch, loss)
     layout = _layout(args, count)
-    fits = planner.error_context(layout, count, capacity, args.batch_size) if capacity else []
+    fits = planner.fitting_layouts(layout, count, capacity, args.batch_size) if capacity else []
     chosen = (args.sharding, _axes_size(args) > 1, args.offload != "none", args.gradient_checkpointing)
     if fits and not any(chosen):
         layout = fits[0].layout

@@ -85,6 +85,7 @@ class Slot:
     tied: list[tuple[Tensors, str]] = field(default_factory=list)  # other entries with the same parameter
     filled: Tensor | None = None  # tensor with the values, reused if they stay in memory
     address: int | None = None  # of the reused values
+    version: int = 0  # of `filled` before the forward
 
     def read(self, device: torch.device, copy: Copy = Tensor.to) -> Tensor:
         values: Tensor = self.source.weights_map[self.name]
@@ -130,6 +131,7 @@ class Slot:
         """Fills the slot with values that `read` returned, and returns its tensor."""
         self.address = None
         self.filled = tensor = self._make(values, device)
+        self.version = 0 if tensor.is_inference() else tensor._version
         self._put(tensor)
         return tensor
 
@@ -142,9 +144,18 @@ class Slot:
             self._put(tied)
         self.tie.restore(tied)
 
-    def clear(self) -> None:
-        """Replaces the values by the meta tensor."""
-        if self.address is None:
+    def is_changed(self) -> bool:
+        """Returns whether a forward has changed the values in place, and nothing else has the change."""
+        filled = self.filled
+        if self.address is not None or filled is None or filled.is_inference():
+            return False
+        return filled._version != self.version
+
+    def clear(self, stays: bool = False) -> None:
+        """Replaces the values by the meta tensor, unless they stay and are no longer offloaded."""
+        if self.address is None and self.filled is not None:
+            if stays:
+                self.filled.__dict__.pop(TIE, None)
             self.filled = None
         if is_derived_parameter(self.empty):
             drop_values(self.owner)
@@ -348,8 +359,10 @@ class AlignDevicesHook(ModelHook):
     @not_traced
     def post_forward(self, module: nn.Module, output: object) -> Any:
         if self.is_loaded:
+            # torch does not count changes of running statistics, but those of `num_batches_tracked`.
+            changed = {id(slot.owner) for slot in self.slots if slot.is_changed()}
             for slot in self.slots:
-                slot.clear()
+                slot.clear(stays=id(slot.owner) in changed)
             self.is_loaded = False
         if self.io_same_device and self.input_device is not None:
             return send_to_device(output, self.input_device, skip_keys=self.skip_keys)

@@ -208,7 +208,7 @@ def test_loading_a_state_into_an_offloaded_model_is_refused(tmp_path: Path) -> N
 
 
 class Counter(nn.Module):
-    """Module with tied weights, whose forward assigns a buffer."""
+    """Module with tied weights, whose forward assigns a buffer and changes another one in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,10 +216,12 @@ class Counter(nn.Module):
         self.tied = nn.ModuleList([nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))])
         self.tied[0][1].weight = self.tied[0][0].weight
         self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.count = self.count + 1
-        output: Tensor = self.tied[0](self.layer(x)) * self.count
+        self.total += self.count
+        output: Tensor = self.tied[0](self.layer(x)) * self.total
         return output
 
 
@@ -251,6 +253,14 @@ def test_tensors_that_replace_offloaded_ones_are_used(replace: Any, on: str, tmp
         assert torch.equal(model(X), expected(X))
     remove_hook_from_submodules(model)
     assert torch.equal(model(X), expected(X))
+
+
+def test_statistics_that_a_forward_changes_are_kept_on_the_disk(tmp_path: Path) -> None:
+    expected, model = nn.BatchNorm1d(3), disk_offload(nn.BatchNorm1d(3), tmp_path, offload_buffers=True)
+    for each in (expected, model):
+        for _ in range(3):
+            each(X)
+    assert torch.equal(model.eval()(X), expected.eval()(X))
 
 
 def test_a_copy_of_a_single_offloaded_weight_is_not_used_without_values(tmp_path: Path) -> None:

@@ -97,9 +97,9 @@ def test_layouts_that_fit_come_without_offload_and_with_the_least_communication_
 
 
 def test_checkpointing_and_offload_are_used_where_they_are_needed() -> None:
-    names = [fit.layout.name for fit in PLANNER.error_context(Layout(), 4, 1900, 8)]
+    names = [fit.layout.name for fit in PLANNER.fitting_layouts(Layout(), 4, 1900, 8)]
     assert "full_shard + checkpointing" in names
-    assert PLANNER.error_context(Layout(), 4, 300, 8) == []
+    assert PLANNER.fitting_layouts(Layout(), 4, 300, 8) == []
 
 
 def test_activations_are_offloaded_where_recomputation_alone_does_not_fit() -> None:
@@ -111,11 +111,11 @@ def test_activations_are_offloaded_where_recomputation_alone_does_not_fit() -> N
         return replace(found, forward_backward=idle, step=idle, offloaded=77)
 
     planner = Planner(offloaded)
-    fits = planner.error_context(Layout(), 1, 3250, 8)
+    fits = planner.fitting_layouts(Layout(), 1, 3250, 8)
     assert [fit.layout.name for fit in fits] == ["none + checkpointing + offload activations"]
     assert fits[0].host == 77
     assert fits[0].layout.uses_host
-    assert planner.error_context(Layout(), 1, 3400, 8)[0].layout.name == "none + checkpointing"
+    assert planner.fitting_layouts(Layout(), 1, 3400, 8)[0].layout.name == "none + checkpointing"
     assert build_plan(planner, fits[0].layout, 8).as_dict()["host_bytes"] == 77
 
 
@@ -124,7 +124,7 @@ def test_pipelines_are_tried_if_no_other_layout_fits_without_offload() -> None:
     planner = Planner(lambda variant: replace(trace(variant), **blocks))
 
     def stages(capacity: int) -> dict[str, int]:
-        fits = planner.error_context(Layout(), 4, capacity, 2)
+        fits = planner.fitting_layouts(Layout(), 4, capacity, 2)
         return {fit.layout.name: fit.layout.stages for fit in fits if fit.layout.offload == "none"}
 
     assert set(stages(1650).values()) == {1}  # full_shard needs 1,600 bytes, and 50 for activations
