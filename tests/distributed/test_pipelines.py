@@ -579,6 +579,41 @@ def test_tables_with_as_many_rows_as_a_batch_are_not_split(run: Run) -> None:
     assert run(train_with_tables, 2, processes=2) == [pytest.approx(expected, rel=1e-5)] * 2
 
 
+class Noisy(nn.Module):
+    """Draws random numbers between layers, which the first and the last stage use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(4))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, values: Tensor) -> Tensor:
+        noise = torch.randn_like(values) * self.dropout(torch.ones_like(values))
+        signs = torch.empty(len(values), dtype=torch.long).random_(2)
+        hidden = values + noise * signs[:, None]
+        added = hidden
+        for block in self.blocks:
+            if self.training and torch.rand([]) < 0.0:  # such as a layer drop without a probability
+                continue
+            added = 0.5 * added + 0.0 * block(added)
+        return 16 * added - values - noise * signs[:, None]
+
+
+def train_with_noise() -> list[float]:
+    mesh = ParallelismConfig(pp_size=2, pp_handler=PipelineConfig(microbatches=2))
+    accelerator = Accelerator(cpu=True, parallelism_config=mesh)
+    model = accelerator.prepare(Noisy())
+    batch = (torch.randn(4, 4), torch.zeros(4, 4))
+    losses = [float(accelerator.forward_backward(model, batch, F.mse_loss)) for _ in range(3)]
+    model.eval()
+    return [*losses, float(model(batch[0]).abs().max())]
+
+
+def test_stages_use_the_same_random_numbers_of_the_code_between_layers(run: Run) -> None:
+    for errors in run(train_with_noise):
+        assert max(errors) < 1e-5
+
+
 def train_in_float64(processes: int) -> list[float]:
     torch.set_default_dtype(torch.float64)
     accelerator = make_accelerator("", "1f1b", processes)

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from accelerate import planning, torch_private
 from accelerate.base import PreparationError, listed
+from accelerate.devices import of_device
 from accelerate.nested import TensorInformation
 from accelerate.strategies.pipeline.nested_tensors import (
     flatten,
@@ -217,6 +218,8 @@ class Tracer(TorchFunctionMode):
         self._kept: list[dict[TensorKey, TensorInformation]] = [{} for _ in split.starts]  # of each boundary
         self._functions = FunctionCounter()
         self._received: Replacements = {}
+        self._drawn: set[int] = set()  # ids of tensors that depend on random numbers only
+        self._generators = self._generator_states()
         self._outputs = outputs
         self._owners = {
             id(parameter): submodule
@@ -256,7 +259,10 @@ class Tracer(TorchFunctionMode):
         if weights is not None and self.stage not in submodule.stages:
             raise self._other_stage(submodule)
         if weights is None:
+            before = self._generators
             outputs = run(*args, **kwargs)
+            if before != self._generators:
+                self._mark(tensors_in(outputs))
             depends = any(id(leaf) in self._stage_of for leaf in tensors_in(outputs))
             specs = specs_of(outputs) if depends else None
         else:
@@ -369,29 +375,44 @@ class Tracer(TorchFunctionMode):
         followed = [tensor for tensor in inputs if id(tensor) in self._stage_of]
         name = getattr(func, "__name__", str(func))
         self.trace.reads_values |= func in TO_PYTHON
-        if followed and func in TO_PYTHON:
+        is_drawn = self._drawn.issuperset(map(id, followed))
+        if func in TO_PYTHON and not is_drawn:
             raise PreparationError(
                 f"{type(self._model).__name__} cannot be split: the code between its layers reads the values "
                 f"of activations ({name}), which only one stage has. Move this code into a layer."
             )
         outputs = func(*args, **kwargs)
-        results = tensors_in(outputs)
-        if not results or func in _FROM_SHAPES:
+        results, draws = tensors_in(outputs), self._has_drawn()
+        if not results or (func in _FROM_SHAPES and not draws):
             return outputs
+        if func in _FROM_SHAPES:
+            owned, followed, is_drawn = [], [], True
         if owned:
             raise PreparationError(
                 f"{type(self._model).__name__} cannot be split: the code between its layers uses a parameter "
                 f"of {owned[0].names[0]} ({name}), which other stages do not have. Call the module instead, "
                 "or tie the parameter to one of the module that uses it."
             )
-        if followed:
+        if followed or draws:
             self._keep(followed, f"{name} on stage {self.stage}")
             self._mark(results)
+            change = self._drawn.update if is_drawn else self._drawn.difference_update
+            change(map(id, results))
             if is_counted:
                 self._set_keys(results, is_call=False, number=number)
         return outputs
 
-    # Tensors that depend on submodules
+    # Tensors that depend on submodules, or on random numbers, of which each stage would draw other ones
+
+    def _has_drawn(self) -> bool:
+        """Returns whether random numbers have been drawn since the last call."""
+        before, self._generators = self._generators, self._generator_states()
+        return before != self._generators
+
+    def _generator_states(self) -> list[bytes]:
+        with torch_private.without_torch_functions(), torch_private.dispatch_modes_disabled():
+            states = torch.get_rng_state(), of_device(self._device).rng_state()
+            return [state.numpy().tobytes() for state in states]
 
     def _mark(self, tensors: Iterable[Tensor]) -> None:
         self._stage_of.update({id(tensor): (tensor, self.stage) for tensor in tensors})
