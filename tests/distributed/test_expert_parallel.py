@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import Counter
+from array import array
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -383,11 +383,11 @@ class TiedRouter(nn.Linear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.counts = Counter[str]()  # a recomputation restores numbers
+        self.counts = array("q", [0])  # that a recomputation does not restore
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.counts["calls"] += 1
-        generator = torch.Generator().manual_seed(self.counts["calls"])
+        self.counts[0] += 1
+        generator = torch.Generator().manual_seed(self.counts[0])
         noise = torch.randn(len(tokens), self.out_features, generator=generator)
         logits: torch.Tensor = 0 * super().forward(tokens) + 1e-6 * noise
         return logits
@@ -408,7 +408,7 @@ def gradients(sizes: dict[str, int], recomputes: bool, save_operators: Any) -> t
     model = accelerator.prepare(model)
     rows = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(1 + accelerator.process_index))
     accelerator.backward(model(rows).square().sum())
-    calls = accelerator.unwrap_model(model).layers[0].router.counts["calls"]
+    calls = accelerator.unwrap_model(model).layers[0].router.counts[0]
     return {name: whole(p.grad) for name, p in model.named_parameters()}, calls
 
 

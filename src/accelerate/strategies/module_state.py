@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accelerate import torch_private
+from accelerate import rng, torch_private
 
 MAX_COPIED = 2**16
 """Number of elements of the largest tensor whose values are copied."""
+_CONTAINERS = (dict, list, set, deque, Counter, OrderedDict, defaultdict)
+"""Types of containers whose contents are restored."""
+_GENERATORS = tuple(rng.GENERATORS)
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that each module has, such as its parameters and hooks, but for its mode."""
 
@@ -57,12 +63,24 @@ class ModuleState:
         for attributes in map(vars, objects):
             values += [attributes, *attributes.values()]
         self._contents: list[tuple[Any, Any]] = [
-            (value, value.copy()) for value in values if type(value) in (dict, list)
+            (value, value.copy()) for value in values if type(value) in _CONTAINERS
         ]
-        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        self._generators: list[tuple[Any, Any]] = []
         for value in (*values, *generators):
-            if isinstance(value, torch.Generator):
+            if isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom):  # has no state
                 self.add_generator(value)
+        self._tensors = [
+            (part, name, value, value._version, _copy_of(value))
+            for part, attributes in self._attributes
+            for name, value in attributes.items()
+            if type(value) is Tensor and not (value.requires_grad or value.is_inference())
+        ]
+        self._arrays = [
+            (part, name, value.copy())
+            for part, attributes in self._attributes
+            for name, value in attributes.items()
+            if type(value) is np.ndarray and value.size <= MAX_COPIED
+        ]
         self._buffers = [
             SavedBuffer(part, name, buffer, buffer._version, _copy_of(buffer))
             for part in module.modules()
@@ -70,11 +88,11 @@ class ModuleState:
             if buffer is not None
         ]
 
-    def add_generator(self, generator: torch.Generator) -> bool:
+    def add_generator(self, generator: Any) -> bool:
         """Adds the state of a random generator, and returns whether it was not known."""
         is_new = not any(generator is known for known, _ in self._generators)
         if is_new:
-            self._generators.append((generator, generator.get_state()))
+            self._generators.append((generator, rng.state_of(generator)))
         return is_new
 
     def changed_buffers(self) -> list[SavedBuffer]:
@@ -116,11 +134,11 @@ class ModuleState:
 
     @property
     def lost_buffer(self) -> str | None:
-        """Name of a buffer that has changed in place and was not copied, or None."""
+        """Name of a buffer or tensor that has changed in place and was not copied, or None."""
+        tensors = [(saved.name, saved.buffer, saved.version, saved.values) for saved in self._buffers]
+        tensors += [saved[1:] for saved in self._tensors]
         lost = (
-            saved.name
-            for saved in self._buffers
-            if saved.values is None and saved.buffer._version != saved.version
+            name for name, tensor, version, values in tensors if values is None and tensor._version != version
         )
         return next(lost, None)
 
@@ -131,11 +149,16 @@ class ModuleState:
             saved.module._buffers[saved.name] = saved.buffer
 
     def restore_copies(self) -> None:
-        """Gives the modules these attributes, and copies of the buffers with the values that they had.
+        """Gives the modules these attributes, and copies of the tensors with the values that they had.
 
-        Autograd may have saved the buffers themselves.
+        Autograd may have saved the tensors themselves.
         """
         self._restore_attributes()
+        for module, name, *_, copied in self._tensors:
+            if copied is not None:
+                vars(module)[name] = copied.clone()
+        for module, name, array in self._arrays:
+            vars(module)[name] = array.copy()
         for saved in self._buffers:
             values = saved.buffer if saved.values is None else saved.values.clone()
             saved.module._buffers[saved.name] = values
@@ -156,9 +179,9 @@ class ModuleState:
             vars(module).update(attributes)
         for value, content in self._contents:
             value.clear()
-            value.update(content) if isinstance(value, dict) else value.extend(content)
+            value.extend(content) if isinstance(value, (list, deque)) else value.update(content)
         for generator, state in self._generators:
-            generator.set_state(state)
+            rng.set_state(generator, state)
 
 
 def has_replaced_parameters(module: nn.Module) -> bool:

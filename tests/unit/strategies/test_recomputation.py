@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-from collections import Counter
+from array import array
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
+from random import Random, SystemRandom
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -46,14 +49,14 @@ class Layer(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
         self.widen, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.drop = nn.Dropout(0.2)
-        self.counts = Counter[str]()  # a recomputation restores numbers
+        self.counts = array("q", [0])  # that a recomputation does not restore
 
     @property
     def calls(self) -> int:
-        return self.counts["calls"]
+        return self.counts[0]
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
-        self.counts["calls"] += 1
+        self.counts[0] += 1
         query, key, value = self.mix(self.norm(x)).unflatten(-1, (2, -1)).transpose(1, 2).chunk(3, dim=-1)
         mixed = scaled_dot_product_attention(query, key, value, dropout_p=0.2 if self.training else 0.0)
         x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(-2))) * scale
@@ -555,6 +558,46 @@ def test_state_that_a_forward_changes_is_that_without_recomputation(
         results.append(([parameter.grad for parameter in model.parameters()], state, plain))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+class Mixed(nn.Module):
+    """Block that counts its calls in objects of several types, and draws from several generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.counts, self.by_name, self.order = Counter[str](), defaultdict[str, int](int), deque[int]()
+        self.numbers, self.tensor, self.array = set[int](), torch.zeros(1), np.zeros(1)
+        self.random, self.generator, self.system = Random(0), np.random.default_rng(0), SystemRandom()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["calls"] += 1
+        self.by_name["calls"] += 1
+        self.order.append(len(self.order))
+        self.numbers.add(len(self.numbers))
+        self.tensor += 1
+        self.array += 1
+        scale = self.random.random() + self.generator.random() + len(self.order) + self.tensor
+        return torch.tanh(self.linear(x)) * scale
+
+    @property
+    def lengths(self) -> list[float]:
+        counts = [self.counts["calls"], self.by_name["calls"], len(self.order), len(self.numbers)]
+        return [*counts, self.tensor.item(), self.array.item()]
+
+
+def test_objects_and_generators_of_any_type_change_once(prepared: Any) -> None:
+    gradients = []
+    for handler in (None, ActivationCheckpointing(every=1)):
+        torch.manual_seed(0)
+        net = OfStateful()
+        net.layers = nn.ModuleList([Mixed(), Mixed()])
+        accelerator, model = prepared(net, handler)
+        for _ in range(3):
+            accelerator.backward(model(samples()).square().mean())
+        assert all(block.lengths == [3] * 6 for block in model.layers)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.slow
