@@ -96,7 +96,7 @@ def can_cut(batches: Sequence[Any]) -> bool:
     return all(_are_equal(rest, first[1]) for _, rest in others)
 
 
-def _split_leaves(batch: Any) -> tuple[list[Any], list[Any]]:
+def _split_leaves(batch: object) -> tuple[list[Any], list[Any]]:
     """Returns the shapes of samples in leaves with one row for each sample, and all other leaves."""
     samples, shapes, rest = count_samples(batch), list[Any](), list[Any]()
     waiting = [batch]
@@ -126,10 +126,9 @@ def _are_equal(leaves: list[Any], others: list[Any]) -> bool:
     return len(leaves) == len(others) and all(map(_is_equal, leaves, others))
 
 
-def _is_equal(leaf: Any, other: Any) -> bool:
+def _is_equal(leaf: object, other: object) -> bool:
     if isinstance(leaf, torch.Tensor):
-        is_like = isinstance(other, torch.Tensor) and leaf.dtype == other.dtype
-        return is_like and torch.equal(leaf, other)
+        return isinstance(other, torch.Tensor) and leaf.dtype == other.dtype and torch.equal(leaf, other)
     is_plain = leaf is None or isinstance(leaf, (bool, int, float, str, bytes, list, tuple))
     return leaf is other or (is_plain and type(leaf) is type(other) and bool(leaf == other))
 

@@ -399,7 +399,7 @@ def synchronize_order(
     return index_sampler, sampler.generator
 
 
-def _with_seed(index_sampler: Any, sampler: SeedableRandomSampler, num_processes: int) -> Any:
+def _with_seed(index_sampler: object, sampler: SeedableRandomSampler, num_processes: int) -> Any:
     """Returns an index sampler whose sampler has the seed of rank 0."""
     seed = _broadcast_seed(sampler.initial_seed, num_processes)
     if seed == sampler.initial_seed:

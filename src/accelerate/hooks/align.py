@@ -151,6 +151,15 @@ class Slot:
             return False
         return filled._version != self.version
 
+    def find_change(self) -> None:
+        """Compares the values with the stored ones, because torch does not count changes of `tensor.data`."""
+        filled = self.filled
+        if self.address is not None or filled is None or filled.is_meta or is_derived_parameter(self.empty):
+            return
+        now, stored = (t.reshape(-1).view(torch.uint8) for t in (filled.detach(), self.read(filled.device)))
+        if not torch.equal(now, stored):
+            self.version = -1
+
     def clear(self, stays: bool = False) -> None:
         """Replaces the values by the meta tensor, unless they stay and are no longer offloaded."""
         if self.address is None and self.filled is not None:

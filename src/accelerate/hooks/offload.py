@@ -285,6 +285,8 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
         try:
             hook.pre_forward(module)
             yield
+            for slot in hook.slots:
+                slot.find_change()
         finally:
             hook.post_forward(module, ())
             hook.execution_device = previous

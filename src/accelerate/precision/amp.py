@@ -25,6 +25,7 @@ from accelerate.state import AcceleratorState, WeakReference
 class ScaledOptimizer(Protocol):
     """Protocol of a prepared optimizer whose gradients `Precision.unscale` divides by their scale."""
 
+    parameters: Callable[[], Iterable[torch.Tensor]]
     optimizer: torch.optim.Optimizer
     scaler: GradScaler | None
     gradients_unscaled: bool
@@ -206,7 +207,7 @@ class ScaledPrecision(MixedPrecision):
             self._update()
 
     @staticmethod
-    def _must_step(optimizer: Any) -> bool:
+    def _must_step(optimizer: ScaledOptimizer) -> bool:
         has_gradients = any(parameter.grad is not None for parameter in optimizer.parameters())
         return has_gradients and not torch_private.has_stepped(optimizer.optimizer, optimizer.scaler)
 

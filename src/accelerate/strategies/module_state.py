@@ -88,7 +88,7 @@ class ModuleState:
             if buffer is not None
         ]
 
-    def add_generator(self, generator: Any) -> bool:
+    def add_generator(self, generator: object) -> bool:
         """Adds the state of a random generator, and returns whether it was not known."""
         is_new = not any(generator is known for known, _ in self._generators)
         if is_new:

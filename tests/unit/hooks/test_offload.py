@@ -109,6 +109,17 @@ def test_an_offloaded_module_is_on_its_device_within_the_context() -> None:
     assert model["head"].weight.is_meta
 
 
+def test_a_change_of_data_within_the_context_stays(tmp_path: Path) -> None:
+    model = disk_offload(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), tmp_path)
+    with torch.no_grad(), align_module_device(model[0]):
+        model[0].weight.data.zero_()
+        model[0].bias.data.fill_(1.0)
+    with align_module_device(model[1]):
+        expected = model[1](torch.ones(2)).tolist()
+    assert model(torch.ones(2)).tolist() == expected
+    assert model[1].weight.is_meta
+
+
 def test_a_module_without_hooks_is_moved_within_the_context() -> None:
     layer = nn.Linear(2, 2)
     with align_module_device(layer):
