@@ -47,8 +47,12 @@ try:
     (folder / f"loaded_{replica}").write_text(str(optimizer.num_updates))
 except FileNotFoundError as error:
     print(error, file=sys.stderr)
+if (folder / "died").exists():
+    (folder / "started again").touch()
 while optimizer.num_updates < until:
     for batch in loader:
+        while optimizer.num_updates == 2 * dies_at and not (folder / "started again").exists():
+            time.sleep(0.1)  # the group that starts again takes part in most steps
         if optimizer.num_updates == dies_at and replica == 1 and not (folder / "died").exists():
             (folder / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)

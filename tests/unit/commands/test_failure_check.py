@@ -137,12 +137,13 @@ def pretend(
     return commands
 
 
-CPU = "use_cpu: true\nnum_processes: {processes}\n"
+CPU = "use_cpu: true\n"
 
 
 def config(folder: Path, text: str = "", processes: int = 1) -> list[str]:
     path = folder / "config.yaml"
-    path.write_text(CPU.format(processes=processes) + text)
+    default = "" if "num_processes" in text else f"num_processes: {processes}\n"
+    path.write_text(CPU + default + text)
     return ["--config_file", str(path)]
 
 
