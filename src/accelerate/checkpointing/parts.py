@@ -175,7 +175,7 @@ class StatePart(Part):
         if self.distribute is not None:
             state = _gather_shards(run_on_all_ranks(self.owner.state_dict), keep=writes_common)
         else:
-            state = self.owner.state_dict()  # on all ranks, because that of a user may communicate
+            state = self.owner.state_dict()  # on all ranks, because the user's method may communicate
         write = partial(write_state, type(self.owner).__name__)
         return [Payload(self.name, state, write)] if writes_common else []
 

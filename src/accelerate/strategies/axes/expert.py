@@ -273,8 +273,8 @@ def _refuse_tied(model: nn.Module, experts: Iterable[nn.Module]) -> None:
     for tied in names.values():
         if len(tied) > 1:
             raise PreparationError(
-                f"{listed(tied)} are one parameter, and expert parallelism would shard it in each module "
-                "apart. Use one module of experts in both places, or leave ep_size at 1."
+                f"{listed(tied)} are one parameter, and expert parallelism would shard it separately in "
+                "each module. Use one module of experts in both places, or leave ep_size at 1."
             )
 
 
