@@ -280,11 +280,8 @@ class Accumulation:
         is_on_device = isinstance(num_items, Tensor) and not num_items.is_cpu
         items = num_items if is_on_device else read_items(num_items)
         if current.items is None:
-            current.items = ItemWeighting(
-                self.strategy.replicas,
-                partial(num_copies, self.strategy),
-                partial(_held_gradients, self.prepared),
-            )
+            copies, taken = partial(num_copies, self.strategy), partial(_held_gradients, self.prepared)
+            current.items = ItemWeighting(self.strategy.replicas, copies, taken)
         self.num_parts = 1
         if current.position == 0:
             current.items.begin()
@@ -372,6 +369,11 @@ class Accumulation:
             self._undivided = self._undivided or UndividedSteps(self.prepared)
             self._undivided.count_loss(steps)
         return loss / steps
+
+    def finish_items(self) -> None:
+        """Rescales gradients of a window whose items are counted, before they are read."""
+        if self.weighting is not None:
+            self.weighting.finish()
 
     def reset(self) -> None:
         """Begins with the first micro-batch of a window."""

@@ -93,6 +93,7 @@ def build_request(environ: Mapping[str, str], **arguments: Any) -> strategies.Ru
         ConfigurationError: A value is wrong, or two arguments exclude each other.
     """
     arguments = {name: plain_value(value) for name, value in arguments.items()}
+    arguments["kwargs_handlers"] = _listed_handlers(arguments["kwargs_handlers"])
     _refuse_older_plugin(arguments, environ)
     for name, kind in _KINDS.items():
         if arguments[name] is not None:
@@ -119,7 +120,7 @@ def build_request(environ: Mapping[str, str], **arguments: Any) -> strategies.Ru
         dynamo=arguments["dynamo_plugin"] or plugins.TorchDynamoPlugin(backend=arguments["dynamo_backend"]),
         deepspeed=_deepspeed(arguments, environ),
         fp8_library=settings.decode(sections.Fp8Section, environ).fp8_backend,
-        handlers=tuple(_listed_handlers(arguments)),
+        handlers=tuple(arguments["kwargs_handlers"]),
         notes=tuple(notes),
         **{field: _plugin(arguments, environ, *row) for field, row in _PLUGINS.items()},
         **handlers,
@@ -130,7 +131,7 @@ def _refuse_text_flags(arguments: _Arguments) -> None:
     """Raises an error for a flag that is text, such as "false", which Python regards as true."""
     flags = {name: arguments[name] for name in ("device_placement", "cpu", "split_batches")}
     configs = [arguments[name] for name in _KINDS if arguments[name] is not None]
-    for config in (*configs, *_listed_handlers(arguments)):
+    for config in (*configs, *arguments["kwargs_handlers"]):
         flags.update((entry.name, getattr(config, entry.name)) for entry in fields(config) if _is_flag(entry))
     for name, value in flags.items():
         if isinstance(value, str):
@@ -314,8 +315,9 @@ def _deepspeed(arguments: _Arguments, environ: Mapping[str, str]) -> DeepSpeedPl
     return passed
 
 
-def _listed_handlers(arguments: _Arguments) -> list[Any]:
-    given = arguments["kwargs_handlers"] or ()
+def _listed_handlers(given: object) -> list[Any]:
+    if given is None:
+        return []
     if isinstance(given, plugins.KwargsHandler):
         name = type(given).__name__
         raise wrong_value("kwargs_handlers", name, "it is not a list", f"Pass [{name}(...)]", TypeError)
@@ -326,7 +328,7 @@ def _listed_handlers(arguments: _Arguments) -> list[Any]:
 
 
 def _handlers(arguments: _Arguments) -> dict[str, Any]:
-    handlers = _listed_handlers(arguments)
+    handlers: list[Any] = arguments["kwargs_handlers"]
     kinds = [type(handler) for handler in handlers]
     for handler, kind in zip(handlers, kinds, strict=True):
         if not isinstance(handler, plugins.KwargsHandler):

@@ -835,6 +835,7 @@ class Accelerator(ProcessControl):
         Args:
             optimizer: A prepared optimizer or a list of them. None is all of them.
         """
+        self._accumulation.finish_items()
         unscale(self._runtime.strategy.precision, self._optimizers if optimizer is None else optimizer)
 
     def clip_grad_norm_(
@@ -883,8 +884,7 @@ class Accelerator(ProcessControl):
 
     def _unscaled(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> tuple[Any, float]:
         precision = self._runtime.strategy.precision
-        if (weighting := self._accumulation.weighting) is not None:
-            weighting.finish()
+        self._accumulation.finish_items()
         if precision.scaler is None:
             return parameters, 1
         return unscale_parameters(precision, self._optimizers, parameters, self.sync_gradients)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -278,15 +278,22 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
         execution_device: the device. None is the execution device of an offloaded module, and does not move
             others.
     """
+    with _aligned(module, execution_device) as slots:
+        yield
+        for slot in slots:
+            slot.find_change()
+
+
+@contextmanager
+def _aligned(module: nn.Module, execution_device: Device | None) -> Iterator[Sequence[Slot]]:
+    """Moves the direct tensors of a module to a device inside the context, and yields those it offloads."""
     hook: Any = getattr(module, "_hf_hook", None)
     if has_offloaded_params(module):
         previous = hook.execution_device
         hook.execution_device = previous if execution_device is None else execution_device
         try:
             hook.pre_forward(module)
-            yield
-            for slot in hook.slots:
-                slot.find_change()
+            yield hook.slots
         finally:
             hook.post_forward(module, ())
             hook.execution_device = previous
@@ -295,7 +302,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
     try:
         for name in tensors:
             set_module_tensor_to_device(module, name, execution_device or "cpu")
-        yield
+        yield ()
     finally:
         moved = dict(named_module_tensors(module))
         for name, tensor in tensors.items():
@@ -319,7 +326,7 @@ def get_state_dict_from_offload(
     """
     root = module_name.rpartition(".")[0]
     prefix = f"{root}." if root else ""
-    with align_module_device(module, device_to_put_offload):
+    with _aligned(module, device_to_put_offload):  # reads each value once
         loaded = {f"{prefix}{name}": tensor for name, tensor in module.state_dict().items()}
     state_dict.update((name, tensor) for name, tensor in loaded.items() if name in state_dict)
     return state_dict

@@ -238,3 +238,10 @@ def test_a_count_of_steps_that_is_assigned_is_checked(steps: Any, states: None) 
     with pytest.raises(ConfigurationError, match=f"gradient_accumulation_steps={steps!r}"):
         accelerator.gradient_accumulation_steps = steps
     assert accelerator.gradient_accumulation_steps == 2
+
+
+def test_handlers_of_an_iterator_are_read_once() -> None:
+    handler = AutocastKwargs(enabled=False)
+    request = build(passed(kwargs_handlers=iter([handler])), {})
+    assert request.autocast is handler
+    assert request.handlers == (handler,)

@@ -143,3 +143,15 @@ def test_a_window_of_no_items_and_no_losses_is_not_an_error() -> None:
         with accelerator.accumulate(model, num_items=0):
             optimizer.step()
     assert torch.equal(model.weight, before)
+
+
+def test_gradients_are_rescaled_before_they_are_read() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
+    for items in (4, 0):
+        with accelerator.accumulate(model, num_items=items):
+            if items:
+                accelerator.backward(model(torch.ones(items, 1)).sum())
+            accelerator.unscale_gradients()
+            found = model.weight.grad.item()
+    assert found == 1.0
