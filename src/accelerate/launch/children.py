@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ GRACE_SECONDS = 15
 """Default timeout for processes to end, in seconds. `GRACE_VARIABLE`, which torch reads too, overrides it."""
 
 DESCENDANT_TIMEOUT = 2.0  # seconds for descendants to end after the child has ended
+KILL_TIMEOUT = 5.0  # seconds for killed processes to end, which keep their ports and files until then
+POLL_INTERVAL = 0.02
 
 
 @contextmanager
@@ -218,7 +221,8 @@ class ChildTerminator:
 
     def _kill(self) -> None:
         assert self._child is not None
-        killed = _kill_all([*_descendants(self._child.pid), *self._family])
+        self._family += _descendants(self._child.pid)
+        killed = _kill_all(self._family)
         if self._child.poll() is None:
             self._child.kill()
             self.killed_after = self._first
@@ -233,6 +237,7 @@ class ChildTerminator:
         self._timer.cancel()
         self._timer.join()
         left = _kill_all(self._family, DESCENDANT_TIMEOUT)
+        _wait(self._family, KILL_TIMEOUT)
         more = f", {left} of which had outlived the first" if left else ""
         say(f"{signal.Signals(self._first).name} ended all processes{more}")
 
@@ -269,18 +274,35 @@ def _descendants(pid: int) -> list[Any]:
 
 
 def _kill_all(family: Sequence[Any], timeout: float = 0.0) -> int:
+    """Kills the processes that still run after the timeout, and returns how many."""
     import psutil
 
     killed = 0
-    _, running = psutil.wait_procs(list(dict.fromkeys(family)), timeout=timeout)
-    for process in running:
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE:
-                process.kill()
-                killed += 1
-        except psutil.NoSuchProcess:
-            continue
+    for process in _wait(list(dict.fromkeys(family)), timeout):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+            killed += 1
     return killed
+
+
+def _wait(processes: list[Any], timeout: float) -> list[Any]:
+    """Waits until the processes have ended, and returns those that still run after the timeout.
+
+    A zombie, whose new parent does not read how it ended, has ended.
+    """
+    deadline = time.monotonic() + timeout
+    while (running := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
+        time.sleep(POLL_INTERVAL)
+    return running
+
+
+def _runs(process: Any) -> bool:
+    import psutil
+
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def kill_trees(pids: Iterable[int]) -> None:
@@ -294,6 +316,7 @@ def kill_trees(pids: Iterable[int]) -> None:
         except psutil.NoSuchProcess:
             continue
     _kill_all(running)
+    _wait(running, KILL_TIMEOUT)
 
 
 def _sent_by_terminal(number: int) -> bool:

@@ -267,3 +267,14 @@ def test_notes_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         for number, handler in zip(REQUESTS, before, strict=True):
             signal.signal(number, handler)
+
+
+def test_killed_processes_have_ended() -> None:
+    """A process with much memory takes a moment to end."""
+    holds = "memory = bytes([1]) * (300 << 20)\nprint(flush=True)\n"
+    code = "import time\n" + holds + SLEEP
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        children.kill_trees([child.pid])
+        assert not runs(child.pid)
