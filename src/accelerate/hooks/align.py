@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,8 +13,10 @@ from torch import Tensor, nn
 from accelerate import torch_private
 from accelerate.hooks.base import Arguments, ModelHook, not_traced
 from accelerate.hooks.prefetch import Copy, Prefetcher
+from accelerate.hooks.ties import TIE, OffloadedSteps, Tie, tie_of
 from accelerate.hooks.unloaded import UnloadedTensor, as_unloaded
 from accelerate.nested import find_device, send_to_device
+from accelerate.state import services
 from accelerate.weights import (
     Device,
     drop_values,
@@ -29,45 +30,10 @@ from accelerate.weights import (
 )
 
 META = torch.device("meta")
-TIE = "_accelerate_tie"
-"""Attribute of a tensor with its `Tie`."""
 Tensors = dict[str, Any]
 Shared = dict[int, dict[torch.device, Tensor]]
 TYPES_WITHOUT_DEVICE = (int, float, bool, str, type(None))
 """Types of arguments that have no device."""
-
-
-class Tie:
-    """Identity of a tensor while its entries are offloaded, the same for all entries of a tied tensor.
-
-    Entries that different hooks offload are tied again when the hooks are removed.
-    """
-
-    __slots__ = ("num_slots", "restored")
-
-    def __init__(self) -> None:
-        self.num_slots = 0  # slots that are offloaded
-        self.restored: weakref.ref[Tensor] | None = None  # the tensor of the entries that have one again
-
-    def __reduce__(self) -> Any:  # a copy of the model has other tensors
-        return Tie, ()
-
-    def restore(self, tensor: Tensor) -> None:
-        """Records the tensor of a slot that is no longer offloaded."""
-        self.restored = weakref.ref(tensor)
-        self.num_slots -= 1
-        if self.num_slots > 0:
-            tensor.__dict__[TIE] = self
-        else:
-            tensor.__dict__.pop(TIE, None)
-
-
-def tie_of(tensor: Tensor) -> Tie:
-    """Returns the `Tie` of a tensor for a slot that is offloaded now."""
-    tie: Tie = tensor.__dict__.setdefault(TIE, Tie())
-    tie.num_slots += 1
-    tie.restored = None
-    return tie
 
 
 @dataclass
@@ -138,10 +104,11 @@ class Slot:
     def restore(self) -> None:
         """Fills the slot for good, with the tensor of the entries that were tied to it and are filled."""
         tied = None if self.tie.restored is None else self.tie.restored()
-        if tied is None or is_derived_parameter(self.empty):
-            tied = self.fill(self.read(self.original_device), self.original_device)
-        else:
-            self._put(tied)
+        is_derived = is_derived_parameter(self.empty)
+        if tied is None or is_derived:
+            filled = self.fill(self.read(self.original_device), self.original_device)
+            tied = filled if is_derived else self.tie.refill(filled)
+        self._put(tied)
         self.tie.restore(tied)
 
     def is_changed(self) -> bool:
@@ -332,6 +299,7 @@ class AlignDevicesHook(ModelHook):
         named = dict(named_module_tensors(module, recurse=self.place_submodules))
         self.original_devices = {name: tensor.device for name, tensor in named.items()}
         self.slots, resident = find_slots(module, self, self.offload_buffers, self.place_submodules)
+        services.of_process(OffloadedSteps)
         if self.weights_map is None:
             self.weights_map = {slot.name: slot.empty.detach().to("cpu") for slot in self.slots}
         for slot in self.slots:

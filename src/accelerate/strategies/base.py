@@ -166,10 +166,11 @@ class Strategy:
         name = type(optimizer).__name__
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         offloaded = [parameter for parameter in parameters if parameter.is_meta and is_unloaded(parameter)]
-        if offloaded:
+        num_trainable = sum(parameter.requires_grad for parameter in offloaded)
+        if num_trainable:
             raise PreparationError(
-                f"{len(offloaded)} parameters of {name} are offloaded. Their values are loaded for each "
-                "forward, so an update would be lost. Pass the optimizer other parameters only, such as "
+                f"{num_trainable} trainable parameters of {name} are offloaded. Their values are loaded for "
+                "each forward, so an update would be lost. Pass the optimizer other parameters only, such as "
                 "those of an adapter, or train the model without offload."
             )
         is_split = self.context.topology.size > 1 and not self.holds_whole_models

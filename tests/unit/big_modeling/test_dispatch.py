@@ -548,6 +548,6 @@ def test_an_offloaded_model_is_prepared_for_inference_and_an_optimizer_of_its_we
     expected = model(torch.ones(1, 2))
     disk_offload(model, tmp_path, execution_device="cpu")
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(PreparationError, match="4 parameters of SGD are offloaded"):
+    with pytest.raises(PreparationError, match="4 trainable parameters of SGD are offloaded"):
         accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     assert torch.equal(accelerator.prepare(model)(torch.ones(1, 2)), expected)
