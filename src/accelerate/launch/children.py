@@ -11,9 +11,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accelerate.base import ConfigurationError, environ
+
+if TYPE_CHECKING:
+    import psutil
 
 
 def _existing(*names: str) -> tuple[int, ...]:
@@ -184,7 +187,7 @@ class ChildTerminator:
         self._replacements = replacements  # received signal -> sent signal
         self._child: subprocess.Popen[Any] | None = None
         self._early: list[int] = []
-        self._family: list[Any] = []
+        self._family: list[psutil.Process] = []
         self._timer: threading.Timer | None = None
         self._first = 0
 
@@ -264,7 +267,7 @@ def continue_stopped(pids: Iterable[int], *, groups: bool = False) -> None:
                 continue
 
 
-def _descendants(pid: int) -> list[Any]:
+def _descendants(pid: int) -> list[psutil.Process]:
     import psutil
 
     try:
@@ -273,7 +276,7 @@ def _descendants(pid: int) -> list[Any]:
         return []
 
 
-def _kill_all(family: Sequence[Any], timeout: float = 0.0) -> int:
+def _kill_all(family: Sequence[psutil.Process], timeout: float = 0.0) -> int:
     """Kills the processes that still run after the timeout, and returns how many."""
     import psutil
 
@@ -285,7 +288,7 @@ def _kill_all(family: Sequence[Any], timeout: float = 0.0) -> int:
     return killed
 
 
-def _wait(processes: list[Any], timeout: float) -> list[Any]:
+def _wait(processes: list[psutil.Process], timeout: float) -> list[psutil.Process]:
     """Waits until the processes have ended, and returns those that still run after the timeout.
 
     A zombie, whose new parent does not read how it ended, has ended.
@@ -296,11 +299,11 @@ def _wait(processes: list[Any], timeout: float) -> list[Any]:
     return running
 
 
-def _runs(process: Any) -> bool:
+def _runs(process: psutil.Process) -> bool:
     import psutil
 
     try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
@@ -309,7 +312,7 @@ def kill_trees(pids: Iterable[int]) -> None:
     """Kills processes that still run, with their descendants."""
     import psutil
 
-    running: list[Any] = []
+    running: list[psutil.Process] = []
     for pid in pids:
         try:
             running += [*_descendants(pid), psutil.Process(pid)]
