@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.base import is_torch_version
 from accelerate.diagnostics.digest import format_screen
+from accelerate.diagnostics.peers import Peers
 from accelerate.launch import FOLDER_VARIABLE, KEY_VARIABLE, collect
 from accelerate.launch.script import report
 from accelerate.state import AcceleratorState, GradientState, PartialState, process_group
@@ -428,3 +430,21 @@ def test_the_launcher_reports_an_aborted_hang(tmp_path: Path) -> None:
     path = re.search(r"For machines: (\S+)", ended.stderr)
     assert path is not None
     assert json.loads(Path(path[1]).read_text())["first"]["kind"] == ["Hang"]
+
+
+# The end of a process after a reset
+
+
+def end_after_reset() -> None:
+    def leave(peers: Peers, ending: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            peers._channel._store.wait(["never written"], timedelta(seconds=0.5))
+
+    Accelerator()
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Peers, "leave", leave)  # until the end of the process
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_process_ends_well_while_the_watchdog_of_its_state_posts_the_end(run: Run) -> None:
+    run(end_after_reset)

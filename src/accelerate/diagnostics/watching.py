@@ -55,6 +55,7 @@ _SLOW = 1.0
 _REQUESTS_TO_ANSWER, _MAX_STORE_SECONDS = 4, 30.0
 """Number of requests of a rank that answers, and the maximum of the seconds that others wait for them."""
 
+THREAD_NAME = "accelerate-watchdog"
 SECONDS_TO_CONNECT = 5.0
 """Seconds after its start until which rank 0, when it ends, waits for ranks to connect to its store."""
 
@@ -88,7 +89,7 @@ class Watchdog:
         self._is_over = False
         self._data_timeout = limits.timeout  # grows, because a loader may be slow at each batch
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self.run, name="accelerate-watchdog", daemon=True)
+        self._thread = threading.Thread(target=self.run, name=THREAD_NAME, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -395,6 +396,11 @@ def find_failed_operation(rank: int, trace: TracebackType | None) -> RankState |
 def _stop_at_exit() -> None:
     error = getattr(sys, "last_type", None)
     stop(f"exited with {error.__name__}" if process_group.failed() and error else "exited (no Python error)")
+    # The watchdog of a state that was reset may still post its end. A thread that returns from torch while
+    # the interpreter finalizes aborts the process.
+    for thread in threading.enumerate():
+        if thread.name == THREAD_NAME:
+            thread.join(SECONDS_TO_END)
 
 
 def watch_arrivals(topology: Topology, num_opened: int) -> AbstractContextManager[object]:
