@@ -15,7 +15,6 @@ must not make the others hang.
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import socket
 import sys
@@ -387,45 +386,25 @@ def _wait_before_fork() -> None:
 def _wait_until_idle(polls: int, pause: float, limit: float) -> None:
     """Waits until the threads of torch are idle in consecutive polls.
 
-    A thread that waits for the GIL sleeps like an idle one. It gets the GIL in the pause before a poll, and
-    its context switches show that it has run meanwhile.
+    A thread that waits for the GIL appears idle, and gets the GIL in the pause before each poll.
 
     Args:
         pause: Seconds before each poll.
         limit: Timeout in seconds.
     """
-    deadline, idle, last = time.monotonic() + limit, 0, None
+    deadline, idle = time.monotonic() + limit, 0
     while idle < polls and time.monotonic() < deadline:
         time.sleep(pause)
-        threads = _torch_threads()
-        is_idle = all(state == "S" for state, _ in threads.values()) and last in (None, threads)
-        idle, last = idle + 1 if is_idle else 0, threads
+        idle = 0 if _torch_threads_run() else idle + 1
 
 
-def _torch_threads() -> dict[str, tuple[str, str]]:
-    """Returns the state and the number of context switches of each thread of torch that may need the GIL.
-
-    The threads of the store never do, and the one of rank 0 answers the other ranks at any time.
-    """
-    threads = {}
+def _torch_threads_run() -> bool:
     for thread in TASKS_FOLDER.iterdir():
         with suppress(OSError):  # the thread has ended
-            lines = (thread / "status").read_text("latin-1").splitlines()
-            status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-            if status["Name"].startswith("pt_") and not status["Name"].startswith("pt_tcpstore"):
-                threads[thread.name] = status["State"][0], status["voluntary_ctxt_switches"]
-    threads.pop(str(os.getpid()), None)  # older versions of torch name the main thread, too
-    return threads
-
-
-def _delete_groups() -> None:
-    """Deletes the closed process groups that only reference cycles keep.
-
-    The interpreter would delete them while it finalizes. That releases the GIL to their threads, and a thread
-    that acquires it then aborts the process.
-    """
-    if not TASKS_FOLDER.exists() or _torch_threads():
-        gc.collect()
+            name, _, state = (thread / "stat").read_text("latin-1").partition("(")[2].rpartition(") ")
+            if name.startswith("pt_") and not state.startswith("S"):
+                return True
+    return False
 
 
 def wait(device: torch.device) -> None:
@@ -471,10 +450,8 @@ def _close_at_exit() -> None:
     services.before_close()
     if not is_open():
         _wait_for_threads()
-        _delete_groups()
     elif not failed():
         _destroy()
-        _delete_groups()
     else:
         # Pending operations are abandoned. One that the other ranks never join would keep the group from
         # closing, so the wait has a timeout.
