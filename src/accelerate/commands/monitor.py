@@ -33,14 +33,14 @@ def monitor_command(args: argparse.Namespace) -> None:
         ConfigurationError: There are no records, and no terminal or no folder to wait for them.
         MissingPackageError: rich is not installed.
     """
-    from accelerate.monitoring import RunReader, find_records, newest_run, no_records, render
+    from accelerate.monitoring import RunReader, find_records, name_of_run, newest_run, no_records, render
 
     require("rich", "accelerate monitor")
     from rich.console import Console
     from rich.live import Live
 
     folder: Path = newest_run() if args.folder is None else args.folder
-    title = folder.absolute().name or str(folder)
+    title = name_of_run(folder)
     reader = RunReader(title, lambda: [(records.rank, records.path) for records in find_records(folder)])
     view = reader.read()
     console = Console(markup=False, highlight=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,13 +67,14 @@ def report_command(args: argparse.Namespace) -> None:
 
 def _read_runs(folders: list[Path]) -> list[Run]:
     """Returns the runs, which have their paths as names if several folders have the same name."""
+    from accelerate.monitoring import name_of_run
     from accelerate.report import read_run
 
     if len(folders) > MAX_RUNS:
         reason = f"at most {MAX_RUNS} runs are compared, each with its own color"
         raise wrong_value("DIR", [str(folder) for folder in folders], reason, "name fewer folders")
-    names = Counter(folder.absolute().name for folder in folders)
-    return [read_run(folder, "" if names[folder.absolute().name] == 1 else str(folder)) for folder in folders]
+    names = Counter(name_of_run(folder) for folder in folders)
+    return [read_run(folder, "" if names[name_of_run(folder)] == 1 else str(folder)) for folder in folders]
 
 
 def _read_newest() -> Run:
@@ -90,7 +92,7 @@ def _checkpoint_rows(run: Run) -> list[tuple[str, ...]]:
     """Returns a row of texts for each checkpoint that is in the folder of a run now."""
     return [
         (
-            str(Path(row.path).relative_to(run.folder.absolute())),
+            os.path.relpath(row.path, run.folder),
             "" if row.step is None else str(row.step),
             format_time(row.created),
             "" if row.bytes is None else convert_bytes(row.bytes),

@@ -85,6 +85,11 @@ def run_command(command: Callable[[Any], object], args: argparse.Namespace) -> N
     except AccelerateError as error:
         print(f"accelerate: error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigurationError) else 1)
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        print(f"accelerate: error: {error.filename} cannot be used: {error.strerror}.", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader closed the pipe, as in `accelerate env | head -1`

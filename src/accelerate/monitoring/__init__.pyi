@@ -30,6 +30,7 @@ from accelerate.monitoring.records import (
 from accelerate.monitoring.run_folders import (
     RECORDS_VARIABLE as RECORDS_VARIABLE,
     find_runs as find_runs,
+    name_of_run as name_of_run,
     newest_run as newest_run,
     records_folder as records_folder,
     remove_old_runs as remove_old_runs,

@@ -89,6 +89,11 @@ def newest_run() -> Path:
     return found[0]
 
 
+def name_of_run(folder: Path) -> str:
+    """Returns the name of a folder of a run, also for paths such as ".." or a root."""
+    return Path(os.path.abspath(folder)).name or str(folder)
+
+
 def _run_folders() -> Iterator[tuple[re.Match[str], Path]]:
     """Yields the folders of runs in the state folder, the newest first."""
     runs = state_folder()

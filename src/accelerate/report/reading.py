@@ -26,6 +26,7 @@ from accelerate.monitoring import (
     Values,
     Window,
     find_records,
+    name_of_run,
     no_records,
 )
 from accelerate.report.goodput import Goodput, Timeline, measure_goodput
@@ -238,7 +239,7 @@ def read_run(folder: Path, name: str = "") -> Run:
 
 
 def _read_run(folder: Path, name: str, chosen: int | None) -> Run:
-    run = Run(folder, name or folder.absolute().name or str(folder), chosen)
+    run = Run(folder, name or name_of_run(folder), chosen)
     for records in find_records(folder):
         summary = run.ranks.setdefault(records.rank, RankTotals(records.rank))
         for record in records:
@@ -312,6 +313,8 @@ def _read_window(run: Run, summary: RankTotals, record: Window) -> None:
     if summary.rank == run.first_rank:
         run.phase_seconds.add(record.last, {name: seconds_by.get(name, 0.0) for name in PHASES})
         run.timeline.add_window(record, seconds_by, _numbers(record.recovery))
+    if summary.rank < run.first_rank:  # of a replica group that was killed
+        return
     _read_numbers(run, run.observed, summary.rank, record.last, _numbers(record.values))
     measured: dict[str, float] = {}
     if record.memory:

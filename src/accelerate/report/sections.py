@@ -163,7 +163,11 @@ def _lines(series: Iterable[tuple[Run, dict[int, Series]]]) -> list[Line]:
     """Returns one line per rank for a single run, or one line per run for several runs."""
     series = list(series)
     if len(series) > 1:
-        return [Line(run.name, by_rank[min(by_rank)]) for run, by_rank in series if by_rank]
+        return [
+            Line(run.name, by_rank.get(run.first_rank, by_rank[min(by_rank)]))
+            for run, by_rank in series
+            if by_rank
+        ]
     return [Line(f"rank {rank}", one) for rank, one in sorted(series[0][1].items())]
 
 
@@ -309,7 +313,7 @@ def checkpoints(runs: Sequence[Run]) -> Element | None:
             seconds = [f"{value:.2f}" if value else "" for value in (record.seconds, record.blocked)]
             size = convert_bytes(record.size) if record.size else ""
             state = f"{record.event}: {record.text}" if record.text else record.event
-            path = record.path.removeprefix(f"{run.folder.absolute()}{os.sep}")
+            path = record.path.removeprefix(f"{os.path.abspath(run.folder)}{os.sep}")
             where = [*_named(run, runs), format_time(record.time), record.step, path]
             rows.append([*where, state, *seconds, size])
     header = [*_of(runs), "time", "step", "checkpoint", "state", "seconds", "of which blocked", "size"]

@@ -83,7 +83,8 @@ class ReportTracker(GeneralTracker):
             logger.warning_once(
                 f"the tracker 'report' does not log {name!r}: a {kind} is not a number or text"
             )
-        self.writer.put(Values(time=time.time(), step=step, values=flat))
+        number = None if step is None else int(step)  # JSON has no numbers of numpy and tensors
+        self.writer.put(Values(time=time.time(), step=number, values=flat))
 
     def finish(self) -> None:
         """Waits until all records are written, unless the file system does not respond."""

@@ -143,3 +143,17 @@ def test_more_runs_than_colors_are_one_error(tmp_path: Path) -> None:
 def test_a_folder_without_records_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="it has no records"):
         report(tmp_path)
+
+
+def test_the_folder_may_be_a_relative_path_with_dots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "run")
+    stored = tmp_path / "run" / "checkpoint_4"
+    stored.mkdir()
+    Manifest({}, world_size=2, step=7).write(stored)
+    (tmp_path / "run" / "logs").mkdir()
+    monkeypatch.chdir(tmp_path / "run" / "logs")
+    report("..")
+    assert capsys.readouterr().out.startswith("run: ")
+    assert "<td>checkpoint_4</td>" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")

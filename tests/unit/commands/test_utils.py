@@ -30,6 +30,17 @@ def test_a_bug_is_not_hidden() -> None:
         run_command(lambda args: 1 / 0, argparse.Namespace())
 
 
+def test_a_file_without_permission_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+    def command(args: argparse.Namespace) -> None:
+        raise PermissionError(13, "Permission denied", "/runs/rank-00000.jsonl")
+
+    with pytest.raises(SystemExit) as caught:
+        run_command(command, argparse.Namespace())
+    assert caught.value.code == 1
+    message = "accelerate: error: /runs/rank-00000.jsonl cannot be used: Permission denied.\n"
+    assert capsys.readouterr().err == message
+
+
 class Special(CustomArgumentParser):
     """A parser class of its own."""
 

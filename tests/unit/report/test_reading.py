@@ -200,3 +200,15 @@ def test_a_run_is_that_of_the_replica_group_with_the_most_steps(tmp_path: Path) 
     assert (run.first_rank, run.num_group_starts, run.ranks[1].steps) == (1, 1, STEPS)
     assert run.outcome()[0] == "finished"
     assert run.timeline.starts == [1.0]
+
+
+def test_lines_are_those_of_the_first_ranks_from_the_replica_group_with_the_most_steps(
+    tmp_path: Path,
+) -> None:
+    settings = [Setting(name="replicas", value="20", source="--replicas")]
+    for rank in range(20):
+        records = steps(rank, 1, 200 if rank == 10 else 100, "")
+        write(tmp_path, rank, start(rank, world_size=20, settings=settings), *records)
+    run = read_run(tmp_path)
+    assert run.first_rank == 10
+    assert sorted(run.measured["memory"]) == sorted(run.observed["learning_rate"]) == list(range(10, 18))

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,6 +47,17 @@ def test_values_and_configuration_become_records(tmp_path: Path) -> None:
     assert (values.values["loss"], values.values["note"]) == (0.5, "a\nb")
     assert math.isnan(values.values["eval/acc"])
     assert config == [{"project_name": "project"}, {"lr": "0.1", "net/depth": "3"}]
+
+
+@pytest.mark.parametrize("step", [np.int64(3), torch.tensor(3), 3.0])
+def test_steps_of_other_types_become_integers(step: Any, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="report", project_dir=str(tmp_path))
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 0.5}, step=step)
+    accelerator.end_training()
+    (values,) = [record for record in records_below(tmp_path) if isinstance(record, Values)]
+    assert values.step == 3
+    assert type(values.step) is int
 
 
 def test_records_are_not_in_the_folders_of_the_project(tmp_path: Path) -> None:
