@@ -129,7 +129,9 @@ def _assemble(
     request: strategies.RunRequest, state: AcceleratorState, accelerator: Any, functions: Callable[[], Any]
 ) -> Runtime:
     session, backend = strategies.PrepareSession(), state.device_backend
-    gradients = GradientState(gradient_accumulation_plugin=request.accumulation)
+    if (earlier := services.find(GradientState)) is not None:
+        earlier.keep_kwargs()
+    gradients = services.put(GradientState, GradientState(gradient_accumulation_plugin=request.accumulation))
     context = strategies.Context(
         topology=state.topology,
         backend=backend,

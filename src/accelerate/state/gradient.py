@@ -44,10 +44,13 @@ class GradientState(SharedState):
             several are.
     """
 
+    __slots__ = ("_own_kwargs",)
+
     _shared_state: ClassVar[dict[str, Any]] = SharedDict()
 
     sync_gradients: bool
     plugin_kwargs: dict[str, Any]
+    _own_kwargs: dict[str, Any]
     only_pass: int | None
     _dataloader_references_ref: list[PassReference | None]
     _num_passes: int
@@ -68,6 +71,12 @@ class GradientState(SharedState):
             )
         if gradient_accumulation_plugin is not None:
             self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
+
+    def keep_kwargs(self) -> None:
+        """Makes this instance keep its `plugin_kwargs` when a later `Accelerator` has others."""
+        if self.initialized and type(self) is GradientState:
+            self._own_kwargs = self.plugin_kwargs
+            self.__class__ = _EarlierGradientState
 
     @property
     def num_steps(self) -> int:
@@ -211,3 +220,17 @@ class GradientState(SharedState):
             f"GradientState(sync_gradients={self.sync_gradients}, remainder={self.remainder}, "
             f"end_of_dataloader={self.end_of_dataloader}, plugin_kwargs={self.plugin_kwargs})"
         )
+
+
+class _EarlierGradientState(GradientState):
+    """State of an `Accelerator` that was created before the newest one, with its own `plugin_kwargs`."""
+
+    __slots__ = ()
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        return self._own_kwargs
+
+    @plugin_kwargs.setter
+    def plugin_kwargs(self, plugin_kwargs: dict[str, Any]) -> None:
+        self._own_kwargs = plugin_kwargs

@@ -240,7 +240,9 @@ class Strategy:
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
         """Returns the optimizer in a wrapper that steps when gradients are complete."""
         self.session.remap([optimizer])
-        if self.context.gradients.plugin_kwargs.get("skip_nonfinite_updates") and not self.holds_gradients:
+        gradients = self.context.gradients
+        skips_nonfinite = bool(gradients.plugin_kwargs.get("skip_nonfinite_updates"))
+        if skips_nonfinite and not self.holds_gradients:
             raise wrong_value(
                 "skip_nonfinite_updates", True, "the engine of this run holds the gradients", "Leave it out"
             )
@@ -249,6 +251,7 @@ class Strategy:
         if scaler is not None and (_divides_models(self) or _any_distributed(parameters)):
             torch_private.unscale_shards(scaler)
         prepared = AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=scaler)
+        prepared.gradient_state, prepared.skips_nonfinite = gradients, skips_nonfinite
         if self.replicas > 1:
             prepared.mean_loss = mean_over_ranks
         return prepared
