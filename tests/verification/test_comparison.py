@@ -45,6 +45,8 @@ def test_equal_runs_have_no_difference(tmp_path: Path) -> None:
         (step(loss=0.5), "loss", "1/2 of that"),
         (step(norm=4.0), "gradient norm", "2 times"),
         (step(norms=[2.0, 2.5]), "gradient norm", "2.5 on rank 1"),
+        (step(norms=[2.0, float("nan")]), "gradient norm", "nan on rank 1"),
+        (step(norms=[2.0, float("inf")]), "gradient norm", "inf on rank 1"),
         (step(rate=0.2), "learning rate", "0.2, and 0.1"),
         (step(rates_of_ranks=[[0.1], [0.2]]), "learning rate", "0.1 on rank 0, 0.2 on rank 1"),
         (
@@ -52,6 +54,8 @@ def test_equal_runs_have_no_difference(tmp_path: Path) -> None:
             "settings",
             "betas of the optimizer is [0.9, 0.9], and [0.9, 0.8]",
         ),
+        (step(settings=[{"betas": []}]), "settings", "betas of the optimizer is [], and [0.9, 0.8]"),
+        (step(settings=[{"betas": [0.9, float("inf")]}]), "settings", "[0.9, inf], and [0.9, 0.8]"),
         (step(loss=0.5, samples={0: [], 1: []}), "samples", "No batch of a prepared loader"),
         (step(rows="0122"), "samples", "rank 1 read samples 2 again, and samples 3 were not read"),
         (step(rows="01"), "samples", "2 samples, and 4 in the reference"),
@@ -61,6 +65,15 @@ def test_the_first_difference_is_named(tmp_path: Path, changed: Step, what: str,
     (finding,) = find(tmp_path, changed)
     assert (finding.step, finding.what) == (2, what)
     assert text in f"{finding.text} {finding.cause}"
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_equal_values_that_are_not_finite_are_no_difference(tmp_path: Path, value: str) -> None:
+    first = step(loss=float(value), norm=float(value), settings=[{"max_norm": float(value)}])
+    run = run_of(tmp_path, first, step())
+    assert compare(run, run, TOLERANCES["no"]) == []
+    (finding,) = compare(run_of(tmp_path, first, step(loss=1.01)), run, TOLERANCES["no"])
+    assert finding.text == "the loss is 1.01, and 1 in the reference"
 
 
 def test_a_rounded_schedule_is_expected(tmp_path: Path) -> None:
@@ -101,6 +114,20 @@ def test_updates_are_compared(tmp_path: Path, after: dict[str, float], text: str
         write(tmp_path / name, "after", values)
     own, reference = run_of(tmp_path / "own", step()), run_of(tmp_path / "reference", step())
     assert "".join(finding.text for finding in compare(own, reference, TOLERANCES["no"])) == text
+
+
+def test_updates_of_buffers_of_other_dtypes_are_compared(tmp_path: Path) -> None:
+    values = {"mask": torch.ones(3, dtype=torch.bool), "count": torch.tensor(5, dtype=torch.uint8)}
+    for name in ("own", "reference"):
+        (tmp_path / name).mkdir()
+        save_file(values, tmp_path / name / "before-0.safetensors")
+        counted = {"mask": values["mask"].logical_not(), "count": values["count"] - 2}
+        save_file(counted, tmp_path / name / "after-0.safetensors")
+    own, reference = run_of(tmp_path / "own", step()), run_of(tmp_path / "reference", step())
+    assert compare(own, reference, TOLERANCES["no"]) == []
+    save_file(values, tmp_path / "own" / "after-0.safetensors")
+    (finding,) = compare(own, reference, TOLERANCES["no"])
+    assert finding.text == "the update of `count` differs by 1 of it, and 1 more"
 
 
 def test_tolerances_follow_the_precision(tmp_path: Path) -> None:

@@ -168,7 +168,8 @@ def _note_of_batch_norms(run: Run) -> Finding:
 
 
 def _compare_steps(run: Run, reference: Run, tolerances: Tolerances) -> Iterator[Finding]:
-    scale = max((abs(step.loss) for step in reference.steps.values() if step.loss is not None), default=0.0)
+    losses = [step.loss for step in reference.steps.values() if step.loss is not None]
+    scale = max((abs(loss) for loss in losses if math.isfinite(loss)), default=0.0)
     for key, expected in reference.steps.items():
         number, step = key[1], run.steps.get(key)
         if step is None:
@@ -195,7 +196,7 @@ def _compare_step(
         yield Finding(number, "samples", *difference)
     if step.loss is not None and expected.loss is not None:
         bound = tolerances.loss * max(scale, 1e-8)
-        if not abs(step.loss - expected.loss) <= bound and not _are_nan(step.loss, expected.loss):
+        if not _is_close(step.loss, expected.loss, bound):
             text = f"the loss is {step.loss:.6g}, and {expected.loss:.6g} in the reference"
             is_unprepared = step.samples and not any(step.samples.values())
             factor = _cause_of_factor(step.loss, expected.loss, run, "loss")
@@ -319,7 +320,7 @@ def _compare_norms(
     wanted = expected.norms[0]
     if not norms or wanted is None:
         return
-    if max(norms) - min(norms) > tolerances.norm * max(norms):
+    if not all(_is_close(norm, norms[0], tolerances.norm * norms[0]) for norm in norms):
         ranks = ", ".join(f"{norm:.6g} on rank {rank}" for rank, norm in enumerate(norms))
         cause = (
             "Gradients are not averaged over the ranks: call the prepared model, not its `module`, and "
@@ -328,7 +329,7 @@ def _compare_norms(
         )
         yield Finding(number, "gradient norm", f"the gradient norm is {ranks}", cause)
         return
-    if not abs(norms[0] - wanted) <= tolerances.norm * abs(wanted) + 1e-12 and not _are_nan(norms[0], wanted):
+    if not _is_close(norms[0], wanted, tolerances.norm * abs(wanted) + 1e-12):
         text = f"the gradient norm is {norms[0]:.6g}, and {wanted:.6g} in the reference"
         yield Finding(number, "gradient norm", text, _cause_of_factor(norms[0], wanted, run, "gradient norm"))
 
@@ -407,7 +408,7 @@ def _compare_model(
                 f"{prefix}`{name}` has shape {tuple(after[name].shape)}, and {tuple(value.shape)}",
             )
             continue
-        update = (value - before_reference[name]).double()
+        update = value.double() - before_reference[name].double()  # bool has no difference
         difference = (after[name].double() - before[name].double()) - update
         size, error = float(update.norm()), float(difference.norm())
         if not size and error > 1e-6 * max(total, 1e-12):
@@ -434,16 +435,19 @@ def _is_buffer(name: str) -> bool:
     return name.startswith(BUFFER) or name.rpartition(".")[2] in ("running_mean", "running_var")
 
 
-def _are_nan(*values: float) -> bool:
-    return all(map(math.isnan, values))
+def _is_close(own: float, expected: float, bound: float) -> bool:
+    """Returns whether numbers differ by at most a bound, or are the same infinity, or both NaN."""
+    if math.isfinite(own) and math.isfinite(expected):
+        return abs(own - expected) <= bound
+    return own == expected or (math.isnan(own) and math.isnan(expected))
 
 
 def _are_close(own: Sequence[float], expected: Sequence[float], tolerance: float) -> bool:
     return len(own) == len(expected) and all(
-        abs(a - b) <= tolerance * max(abs(a), abs(b), 1e-30) for a, b in zip(own, expected, strict=True)
+        _is_close(a, b, tolerance * max(abs(a), abs(b), 1e-30)) for a, b in zip(own, expected, strict=True)
     )
 
 
 def _numbers(values: Sequence[float]) -> str:
     shown = [f"{value:.6g}" for value in values]
-    return f"[{', '.join(shown)}]" if len(shown) > 1 else shown[0]
+    return shown[0] if len(shown) == 1 else f"[{', '.join(shown)}]"
