@@ -70,10 +70,11 @@ def dialect_of(version: str) -> Dialect:
 def hosts_of(text: str) -> list[str]:
     """Returns the unique hosts of a host file.
 
-    Lines are ``name``, ``name slots=4`` or ``name:4``, and ``#`` starts a comment.
+    Lines are ``name``, ``name slots=4`` or ``name:4``, and ``#`` starts a comment. IPv6 addresses have more
+    than one colon.
     """
     lines = (line.partition("#")[0].split() for line in text.splitlines())
-    return list(dict.fromkeys(re.sub(r":\d+$", "", line[0]) for line in lines if line))
+    return list(dict.fromkeys(re.sub(r"^([^:]+):\d+$", r"\1", line[0]) for line in lines if line))
 
 
 class MpiLauncher(Launcher):

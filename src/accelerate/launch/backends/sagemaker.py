@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,25 +171,40 @@ def _convert_nargs_to_dict(nargs: list[str]) -> dict[str, Any]:
         nargs: arguments such as ``--epochs 3 --fast``.
 
     Raises:
-        ConfigurationError: a value has no name before it.
+        ConfigurationError: a value has no name before it, or a name has several values.
     """
     result: dict[str, Any] = {}
-    name: str | None = None
+    name, has_value = "", False
     for word in nargs:
-        if word.startswith("--") or (word.startswith("-") and isinstance(_value_of(word), str)):
-            name, _, text = word.lstrip("-").partition("=")
-            result[name] = _value_of(text) if "=" in word else True
-        elif name is None:
-            raise wrong_value("argument", word, "it belongs to no option", "Write arguments as --name value")
+        if word.startswith("-") and not NEGATIVE_NUMBER.match(word):
+            name, equals, text = word.lstrip("-").partition("=")
+            if name in result:
+                raise _wrong_argument(word, f"SageMaker passes each option once, and {name!r} is repeated")
+            has_value = bool(equals)
+            result[name] = _value_of(text) if has_value else True
+        elif has_value:
+            raise _wrong_argument(word, f"SageMaker passes one value of an option, and {name!r} has several")
         else:
-            result[name] = _value_of(word)
+            result[name], has_value = _value_of(word), True
+        if not name:
+            raise _wrong_argument(word, "it belongs to no option")
     return result
+
+
+def _wrong_argument(word: str, reason: str) -> ConfigurationError:
+    fix = "Write arguments as --name value, and several values as one text that the script splits"
+    return wrong_value("argument", word, reason, fix)
+
+
+NEGATIVE_NUMBER = re.compile(r"-\.?\d")
+TEXT = re.compile(r"[+A-Za-z]|-?0\d|.*_|.*\.\d+0$")
+"""Words that Python would convert to numbers with another text, such as 007, 1_000, 1.10 and nan."""
 
 
 def _value_of(word: str) -> Any:
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
-    for kind in (int, float):
+    for kind in () if TEXT.match(word) else (int, float):
         try:
             return kind(word)
         except ValueError:

@@ -110,7 +110,7 @@ class SbatchLauncher(Launcher):
         name = Path(plan.target.name).stem
         # Options of the user come last, because the last one takes precedence.
         defaults = [
-            f"--job-name={name}",
+            f"--job-name={shlex.quote(name)}",
             f"--nodes={plan.machines}",
             "--ntasks-per-node=1",
             "--output=%x-%j.out",
@@ -149,7 +149,8 @@ def _join_values(options: list[str]) -> list[str]:
     entries: list[str] = []
     for word in options:
         if word.startswith("-") or not entries:
-            entries.append(word)
+            name, equals, value = word.partition("=")
+            entries.append(f"{name}={shlex.quote(value)}" if equals else word)
         else:
             entries[-1] += f" {shlex.quote(word)}"
     return entries

@@ -135,7 +135,7 @@ def _by_module(pod: TpuSection, variables: Mapping[str, str], start: list[str]) 
 
 def _by_gcloud(pod: TpuSection, variables: Mapping[str, str], start: list[str]) -> list[str]:
     exports = [f"export {name}={shlex.quote(text)}" for name, text in sorted(variables.items())]
-    command = "; ".join([*exports, f"cd {shlex.quote(str(Path.cwd()))}", shlex.join(start)])
+    command = " && ".join([*exports, f"cd {shlex.quote(str(Path.cwd()))}", shlex.join(start)])
     return [
         *("gcloud", "compute", "tpus", "tpu-vm", "ssh", str(pod.tpu_name)),
         *(("--zone", pod.tpu_zone) if pod.tpu_zone else ()),

@@ -57,6 +57,7 @@ def test_an_unknown_mpirun_is_refused() -> None:
 
 def test_host_files_of_all_kinds_are_read() -> None:
     assert hosts_of("# mine\na slots=4\n\nb:2 # two\n  c\na slots=1\n") == ["a", "b", "c"]
+    assert hosts_of("2001:db8::1 slots=4\n::1\n") == ["2001:db8::1", "::1"]
 
 
 HEADS = {

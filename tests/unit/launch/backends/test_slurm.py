@@ -96,7 +96,7 @@ def test_slurm_of_a_file_is_used_inside_an_allocation() -> None:
 
 
 def submission(tmp_path: Path, **more: Any) -> LaunchPlan:
-    options = "--partition=gpu --time 60"
+    options = "--partition=gpu --comment='my run' --time 60"
     return made(
         {},
         submit=True,
@@ -118,6 +118,7 @@ def test_the_batch_script_launches_inside_of_its_allocation(tmp_path: Path) -> N
         "#SBATCH --ntasks-per-node=1",
         "#SBATCH --output=%x-%j.out",
         "#SBATCH --partition=gpu",
+        "#SBATCH --comment='my run'",
         "#SBATCH --time 60",
         f"exec {sys.executable} -m accelerate.commands.launch --quiet --cpu --mixed_precision=bf16 --slurm "
         "train.py --lr 'a b'",

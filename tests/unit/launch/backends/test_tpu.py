@@ -127,7 +127,7 @@ def test_a_pod_is_reached_by_gcloud() -> None:
     words = launcher_for(plan).command(plan)
     head = "gcloud compute tpus tpu-vm ssh pod --zone us-1 --worker all --command"
     assert " ".join(words[:-1]) == head
-    parts = words[-1].split("; ")
+    parts = words[-1].split(" && ")
     assert {"export A=1", "export B='x y'", "export ACCELERATE_MIXED_PRECISION=bf16"} <= set(parts)
     assert parts[-2] == f"cd {Path.cwd()}"
     assert parts[-1] == "sudo -E " + INNER.replace("--quiet", "--quiet --mixed_precision=bf16")
