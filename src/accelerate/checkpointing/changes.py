@@ -138,6 +138,7 @@ def fill_states(
     """Returns states of an optimizer with its own tensors, into which the values are copied.
 
     Values of another layout, and those of states that the optimizer does not have yet, are in other tensors.
+    So are values in memory of states on the CPU, which are used without a copy.
 
     Args:
         states: Tensors, local shards and other values, by the numbers of parameters.
@@ -153,6 +154,11 @@ def fill_states(
             return buffers.to(value, parameter.device)
         return value.clone() if is_mapped else value
 
+    def needs_no_copy(live: object, value: object) -> bool:
+        if type(live) is not Tensor or type(value) is not Tensor or is_mapped:
+            return False
+        return live.is_cpu and value.is_cpu and not live.is_pinned()
+
     def fill(number: object, values: object) -> Any:
         if not isinstance(values, Mapping):
             return values
@@ -160,7 +166,7 @@ def fill_states(
         tensors = live if isinstance(live, Mapping) else {}
         return {
             key: tensors[key]
-            if copy_into(tensors.get(key), value, buffers)
+            if not needs_no_copy(tensors.get(key), value) and copy_into(tensors.get(key), value, buffers)
             else to_tensor(value, like.get(number), partial(own_tensor, number))
             for key, value in values.items()
         }
