@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from tests.stand_ins.cases import call_for_each
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
@@ -226,6 +228,54 @@ def test_training_is_that_of_one_process(
 
 def train_with(layout: str, schedule: str, processes: int, options: dict[str, Any]) -> dict[str, Any]:
     return train(layout, schedule, processes, **options)
+
+
+def train_with_sums(layout: str, processes: int) -> dict[str, Tensor]:
+    """Train with an optimizer that creates its state in its constructor."""
+    accelerator = make_accelerator(layout, "1f1b", processes)
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05, initial_accumulator_value=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ids = torch.arange(BATCH * 4).view(BATCH, 4) % 11
+    for _ in range(2):
+        accelerator.forward_backward(model, {"ids": ids, "targets": ids.flip(0)}, mean_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize("layout", ["tp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_states_of_a_constructor_follow_the_shards_of_stages(run: Run, layout: str) -> None:
+    (expected,) = run(train_with_sums, "", 1, processes=1)
+    found = run(train_with_sums, layout, 4, processes=4, timeout=120)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def shard_a_stage_without_layers() -> tuple[int, list[str]]:
+    """Shard stages of which the last has only the norm and the head.
+
+    Returns the number of the units inside stages, and the warnings.
+    """
+    warned: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    config = PipelineConfig(microbatches=2, split=["norm"])
+    mesh = ParallelismConfig(pp_size=2, dp_shard_size=2, pp_handler=config)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        activation_checkpointing=True,
+    )
+    accelerator = Accelerator(cpu=True, parallelism_config=mesh, fsdp_plugin=plugin)
+    model = accelerator.prepare(Net())
+    return sum(isinstance(module, FSDPModule) for module in model.modules()), warned
+
+
+def test_a_stage_may_have_none_of_the_layers_that_fsdp_wraps(run: Run) -> None:
+    assert run(shard_a_stage_without_layers, processes=4) == [(8, []), (8, []), (0, []), (0, [])]
 
 
 # Checkpoints

@@ -19,6 +19,7 @@ from accelerate.logging import get_logger
 from accelerate.parallelism_config import MeshAxis
 from accelerate.planning import Layout
 from accelerate.strategies.axes.whole_gradients import WholeGradients
+from accelerate.strategies.dtensors import ParameterRemapper, named_parameters
 from accelerate.strategies.layer import Layer
 from accelerate.strategies.session import Bundle, Kind
 from accelerate.strategies.tolerances import CHECK_REPLICAS
@@ -52,12 +53,15 @@ class TensorAxis(Layer):
         """
         for model in bundle.new(Kind.MODEL) if self._in_stages else ():
             if any(parameter.requires_grad for parameter in model.parameters()):
-                self._session.change(model, self._shard)
+                self._shard(model)
         yield
 
-    def _shard(self, model: nn.Module) -> nn.Module:
+    def _shard(self, model: nn.Module) -> None:
+        remapper = ParameterRemapper(model, [*self._session.waiting, *self._session.prepared.optimizers])
         shard_layers(model, self._mesh)
-        return model
+        parameters = named_parameters(model)
+        remapper.rejoin(parameters)
+        self._session.replace(remapper.replaced(parameters))
 
     def finish_model(self, model: nn.Module, wrapped: nn.Module) -> None:
         if self._gradients is None and self._context.gradients.plugin_kwargs.get(CHECK_REPLICAS, True):

@@ -85,7 +85,8 @@ class ParameterRemapper:
             groups = [[names.get(id(p), p) for p in group["params"]] for group in optimizer.param_groups]
             if not any(isinstance(member, str) for group in groups for member in group):
                 continue
-            self._states[optimizer] = states = _constant_states(optimizer, names)
+            is_stage = hasattr(model, "model_of_stage")  # of a pipeline, which rank 0 does not have
+            self._states[optimizer] = states = _constant_states(optimizer, names, is_stage)
             if states is None:
                 raise PreparationError(
                     f"{type(optimizer).__name__} holds the state of {len(optimizer.state)} parameters, which "
@@ -156,11 +157,14 @@ class _ConstantTensor(NamedTuple):
 
 
 def _constant_states(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], is_own: bool
 ) -> dict[str, dict[str, Any]] | None:
-    """Returns the states that an optimizer has created in its constructor, such as Adagrad, on rank 0.
+    """Returns the states that an optimizer has created in its constructor, such as Adagrad.
 
     Called on all ranks. It is None if the states differ between elements.
+
+    Args:
+        is_own: Whether the states are those of this rank, and not those of rank 0.
     """
     states = {names[id(p)]: (p.shape, state) for p, state in optimizer.state.items() if id(p) in names}
     if not states:
@@ -171,6 +175,8 @@ def _constant_states(
             name: {key: _read_constant(value, shape) for key, value in state.items()}
             for name, (shape, state) in states.items()
         }
+    if is_own:
+        return read
     return current_transport().broadcast_object(read, MAIN)  # type: ignore[no-any-return]
 
 

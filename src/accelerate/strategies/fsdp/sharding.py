@@ -243,10 +243,11 @@ def fsdp2_apply_ac(accelerator: Any, model: Model) -> Model:
     """
     plugin = accelerator.state.fsdp_plugin
     units = choose_units(plugin, model)
-    if not units:
+    if not units and not _has_units(plugin, model):
+        name = type(_whole_model(model)).__name__
         logger.warning(
-            f"activation_checkpointing has no effect on {type(model).__name__}: it is one unit. Set "
-            "auto_wrap_policy, so that there are units to recompute."
+            f"activation_checkpointing has no effect on {name}: it is one unit. Set auto_wrap_policy, so "
+            "that there are units to recompute."
         )
     offload = None
     if plugin.activation_checkpointing_offload:
@@ -290,7 +291,18 @@ def fsdp2_prepare_auto_wrap_policy(
 
 def _policy_of(plugin: Any, model: nn.Module) -> Any:
     names, size = plugin.transformer_cls_names_to_wrap, plugin.min_num_params
-    return bind_policy(read_policy(plugin.auto_wrap_policy), model, names, size)
+    return bind_policy(read_policy(plugin.auto_wrap_policy), _whole_model(model), names, size)
+
+
+def _whole_model(model: nn.Module) -> nn.Module:
+    """Returns the model of a stage of a pipeline, and other models unchanged."""
+    whole: Callable[[], nn.Module] | None = getattr(model, "model_of_stage", None)
+    return model if whole is None else whole()
+
+
+def _has_units(plugin: Any, model: nn.Module) -> bool:
+    """Returns whether a model has units, for a stage of a pipeline also in other stages."""
+    return bool(find_units(_whole_model(model), _policy_of(plugin, model)))
 
 
 # Units
@@ -310,10 +322,11 @@ def choose_units(plugin: object, model: nn.Module) -> list[nn.Module]:
             f"{len(split)} modules of {type(model).__name__} have parameters that are tied to the rest of "
             "it, and become no units."
         )
-    if policy is not None and not candidates:
+    if policy is not None and not candidates and not _has_units(plugin, model):
+        name = type(_whole_model(model)).__name__
         logger.warning(
-            f"auto_wrap_policy finds no module in {type(model).__name__}: it is sharded as one unit, which "
-            "needs the most memory. Name its layers in transformer_cls_names_to_wrap, or set min_num_params."
+            f"auto_wrap_policy finds no module in {name}: it is sharded as one unit, which needs the most "
+            "memory. Name its layers in transformer_cls_names_to_wrap, or set min_num_params."
         )
     return [unit for unit in candidates if id(unit) not in split]
 

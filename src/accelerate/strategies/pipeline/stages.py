@@ -394,6 +394,7 @@ class StageModule(nn.Module):
             for parameter in model.get_submodule(name).parameters(recurse=False)
         }
         """Parameters that several stages use, which FSDP does not shard."""
+        self.model_of_stage = lambda: model  # not a submodule. Other stages have classes that this one lacks.
         for name in ("_no_split_modules", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
             if hasattr(model, name):  # FSDP finds its units by them
                 setattr(self, name, getattr(model, name))
