@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from accelerate.base import ConfigurationError
 from accelerate.strategies.fsdp import merge_fsdp_weights
 
 Run = Callable[..., list[Any]]
@@ -38,3 +40,15 @@ def test_two_processes_merge_what_they_sharded(run: Run, tmp_path: Path) -> None
     merged, wanted = load_file(tmp_path / "whole" / "model.safetensors"), make_model().state_dict()
     assert set(merged) == set(wanted)
     assert all(torch.equal(merged[name], wanted[name]) for name in wanted)
+
+
+def merge_nothing(folder: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        merge_fsdp_weights(f"{folder}/shards", f"{folder}/whole")
+    return str(caught.value)
+
+
+def test_all_ranks_raise_the_error_of_rank_0(run: Run, tmp_path: Path) -> None:
+    first, second = run(merge_nothing, str(tmp_path))
+    assert first == second
+    assert "the folder contains no sharded checkpoint" in first

@@ -150,9 +150,11 @@ from accelerate.checkpointing.sharded import (
 )
 from accelerate.checkpointing.shards import (
     find_shards as find_shards,
+    plan_files as plan_files,
     read_size as read_size,
     save_from_shards as save_from_shards,
     save_sharded as save_sharded,
+    write_files as write_files,
 )
 from accelerate.checkpointing.staging import (
     BackgroundSave as BackgroundSave,

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +85,7 @@ def save_sharded(
     plan = plan_files(weights, max_shard_size, safe)
     contents = ({name: weights[name] for name in names} for names in plan.files.values())
     nbytes = sum(tensor.nbytes for tensor in weights.values())
-    return _write_files(plan, contents, folder, aliases, others, nbytes)
+    return write_files(plan, contents, folder, nbytes, aliases=aliases, others=others)
 
 
 def save_from_shards(
@@ -114,7 +115,8 @@ def save_from_shards(
     contents = ({name: gather(values[name]) for name in names} for names in plan.files.values())
     try:
         if writes:
-            _write_files(plan, contents, folder, aliases, {}, sum(spec.nbytes for spec in specs.values()))
+            nbytes = sum(spec.nbytes for spec in specs.values())
+            write_files(plan, contents, folder, nbytes, aliases=aliases)
     except Exception:
         _take_all(contents)
         raise
@@ -126,22 +128,31 @@ def _take_all(contents: Iterable[Any]) -> None:
         pass
 
 
-def _write_files(
+def write_files(
     plan: FilePlan,
     contents: Iterable[dict[str, Tensor]],
     folder: Path,
-    aliases: Mapping[str, str],
-    others: Mapping[str, Any],
     nbytes: int,
+    task: str = "Saving a model",
+    *,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+    others: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Path]:
-    """Writes the files of a plan, of which each is read from `contents` when it is written."""
+    """Writes the files of a plan, and removes other weights of the same format from the folder.
+
+    Args:
+        contents: Tensors of each file, which are read when the file is written.
+        nbytes: Size of all tensors, for the progress bar of the task.
+        aliases: Other names of tensors in safetensors files, with the names of these tensors.
+        others: Objects that are not tensors, for the first file of torch.
+    """
     if folder.is_file():
         raise wrong_value("save_directory", str(folder), "it is a file", "pass a folder")
     folder.mkdir(parents=True, exist_ok=True)
     safe = plan.index_name == SAFE_WEIGHTS_INDEX_NAME
     present, paths = size_of(folder.iterdir()), [folder / name for name in plan.files]
     # safetensors writes to a temporary file in this folder and renames it
-    progress = progress_bar("Saving a model", nbytes, lambda: size_of(folder.iterdir()) - present)
+    progress = progress_bar(task, nbytes, lambda: size_of(folder.iterdir()) - present)
     with replace_files(paths) as temporary, progress:
         for path, content in zip(temporary, contents, strict=True):
             if safe:

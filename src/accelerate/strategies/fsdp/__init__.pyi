@@ -4,10 +4,7 @@ from accelerate.strategies.fsdp.checkpoint import (
     save_fsdp_model as save_fsdp_model,
     save_fsdp_optimizer as save_fsdp_optimizer,
 )
-from accelerate.strategies.fsdp.merge import (
-    SAFETENSORS as SAFETENSORS,
-    merge_fsdp_weights as merge_fsdp_weights,
-)
+from accelerate.strategies.fsdp.merge import merge_fsdp_weights as merge_fsdp_weights
 from accelerate.strategies.fsdp.parameters import (
     MainWeights as MainWeights,
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,

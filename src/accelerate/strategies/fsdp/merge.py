@@ -6,50 +6,35 @@ result at a time, so that a model larger than the memory can be merged.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelerate.base import (
-    FSDP_MODEL_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_PATTERN_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_PATTERN_NAME,
-    advance,
-    expect,
-    progress_bar,
-    replace_files,
-    wrong_value,
+from accelerate import ops
+from accelerate.base import FSDP_MODEL_NAME, wrong_value
+from accelerate.checkpointing import (
+    MODEL,
+    KeyPath,
+    ShardIndex,
+    plan_files,
+    shard_files,
+    shard_index,
+    single_shard,
+    write_files,
 )
-from accelerate.checkpointing import MODEL, KeyPath, ShardIndex, shard_files, shard_index, single_shard
-from accelerate.weights import write_whole_tensors
 
-DEFAULT_SHARD_BYTES = 5 * 10**9
+MAX_FILE_BYTES = 5 * 10**9
 """Largest size of a file, except for files with a single larger tensor."""
 
 Tensors = dict[KeyPath, Tensor]
 """Tensors of a sharded checkpoint by their keys in its index, on the meta device."""
 
 
-Format = tuple[str, str, Callable[[dict[str, Tensor], Path], None]]
-"""Pattern of the file names, name of the index, and function that writes a file."""
-
-SAFETENSORS: Format = (
-    SAFE_WEIGHTS_PATTERN_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    lambda tensors, path: write_whole_tensors(tensors, {}, path),
-)
-PICKLE: Format = (WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME, torch.save)
-
-
-@progress_bar("Merging weights")
 def merge_fsdp_weights(
     checkpoint_dir: str,
     output_path: str,
@@ -59,7 +44,8 @@ def merge_fsdp_weights(
     """Merges the sharded checkpoint of a model into full weights.
 
     Called on all ranks or in a single process. Rank 0 reads and writes one file of the result at a time, so
-    that the memory for one file is sufficient. The files get their names after all of them are written.
+    that the memory for one file is sufficient. The files get their names after all of them are written, and
+    those of an earlier result are removed.
 
     Args:
         checkpoint_dir: Folder that `torch.distributed.checkpoint` wrote, or a folder of `save_state` that
@@ -79,43 +65,32 @@ def merge_fsdp_weights(
         raise wrong_value(
             "output_path", str(target.resolve()), reason, "Choose a folder outside the checkpoint"
         )
-    is_distributed = dist.is_available() and dist.is_initialized()
-    if not is_distributed or dist.get_rank() == 0:
-        _merge(source, target, SAFETENSORS if safe_serialization else PICKLE)
-        if remove_checkpoint_dir:
-            shutil.rmtree(source)
-    if is_distributed:
-        dist.barrier()
+    merge = partial(_merge, source, target, safe_serialization, removes_source=remove_checkpoint_dir)
+    if dist.is_available() and dist.is_initialized():
+        ops.run_on_rank_0(merge)
+    else:
+        merge()
 
 
-def _merge(source: Path, target: Path, file_format: Format, shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
-    from huggingface_hub import split_state_dict_into_shards_factory
-
-    pattern, index_name, save = file_format
+def _merge(
+    source: Path,
+    target: Path,
+    safe: bool = True,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    *,
+    removes_source: bool = False,
+) -> None:
     index = _read_index(source)
     keys = {_name(key): key for key in index.paths}
     tensors = {name: stored for name, key in keys.items() if (stored := index.stored(key)) is not None}
     if not tensors:
         reason, fix = "it holds no tensors", "Name a model's checkpoint"
         raise wrong_value("checkpoint_directory", str(index.folder), reason, fix)
-    split = split_state_dict_into_shards_factory(
-        tensors,
-        get_storage_size=lambda tensor: tensor.nbytes,
-        filename_pattern=pattern,
-        max_shard_size=shard_bytes,
-    )
-    files = split.filename_to_tensors
-    expect(sum(tensor.nbytes for tensor in tensors.values()))
-    target.mkdir(parents=True, exist_ok=True)
-    with replace_files([target / file for file in files]) as temporary:
-        for names, path in zip(files.values(), temporary, strict=True):
-            save(_load(index, {keys[name]: tensors[name] for name in names}), path)
-            advance(sum(tensors[name].nbytes for name in names))
-    if split.is_sharded:
-        weight_map = dict(sorted(split.tensor_to_filename.items()))
-        content = {"metadata": split.metadata, "weight_map": weight_map}
-        with replace_files([target / index_name]) as (path,):
-            path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    plan = plan_files(tensors, max_file_bytes, safe)
+    contents = (_load(index, {keys[name]: tensors[name] for name in names}) for names in plan.files.values())
+    write_files(plan, contents, target, sum(tensor.nbytes for tensor in tensors.values()), "Merging weights")
+    if removes_source:
+        shutil.rmtree(source)
 
 
 def _read_index(source: Path) -> ShardIndex:

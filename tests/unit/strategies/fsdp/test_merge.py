@@ -12,8 +12,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from accelerate.base import CheckpointError, ConfigurationError
+from accelerate.checkpointing import find_shards, shards
 from accelerate.commands.merge import main
-from accelerate.strategies.fsdp import SAFETENSORS, merge, merge_fsdp_weights
+from accelerate.strategies.fsdp import merge, merge_fsdp_weights
 
 WEIGHTS = {
     "layers.0.weight": torch.arange(64.0).reshape(8, 8),
@@ -65,7 +66,7 @@ def test_shards_become_one_file(checkpoint: Path, tmp_path: Path, safe: bool) ->
 
 
 def test_a_large_model_becomes_several_files_and_an_index(checkpoint: Path, tmp_path: Path) -> None:
-    merge._merge(checkpoint, tmp_path / "whole", SAFETENSORS, shard_bytes=300)
+    merge._merge(checkpoint, tmp_path / "whole", max_file_bytes=300)
     index = json.loads((tmp_path / "whole" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert files == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
@@ -73,6 +74,18 @@ def test_a_large_model_becomes_several_files_and_an_index(checkpoint: Path, tmp_
     loaded = {name: load_file(tmp_path / "whole" / name) for name in files}
     assert_same({name: loaded[place][name] for name, place in index["weight_map"].items()})
     assert len(list((tmp_path / "whole").iterdir())) == 3
+
+
+@pytest.mark.parametrize("sizes", [(10**9, 300), (300, 10**9), (100, 300)])
+def test_the_files_of_an_earlier_result_are_replaced(
+    checkpoint: Path, tmp_path: Path, sizes: tuple[int, int]
+) -> None:
+    save({name: tensor + 1 for name, tensor in WEIGHTS.items()}, tmp_path / "earlier")
+    merge._merge(tmp_path / "earlier", tmp_path / "whole", max_file_bytes=sizes[0])
+    merge._merge(checkpoint, tmp_path / "whole", max_file_bytes=sizes[1])
+    files = find_shards(tmp_path / "whole")
+    assert sorted(files) == sorted((tmp_path / "whole").glob("*.safetensors"))
+    assert_same({name: tensor for file in files for name, tensor in load_file(file).items()})
 
 
 def test_only_one_file_is_in_memory_at_a_time(
@@ -87,7 +100,7 @@ def test_only_one_file_is_in_memory_at_a_time(
         return tensors
 
     monkeypatch.setattr(merge, "_load", watched)
-    merge._merge(checkpoint, tmp_path / "whole", SAFETENSORS, shard_bytes=300)
+    merge._merge(checkpoint, tmp_path / "whole", max_file_bytes=300)
     assert len(held) == 2
     assert max(held) <= 300
 
@@ -95,11 +108,11 @@ def test_only_one_file_is_in_memory_at_a_time(
 def test_a_failure_leaves_no_half_written_file(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    def fail(tensors: dict[str, torch.Tensor], aliases: object, path: Path) -> None:
         path.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(merge, "SAFETENSORS", (*SAFETENSORS[:2], fail))
+    monkeypatch.setattr(shards, "write_whole_tensors", fail)
     with pytest.raises(OSError, match="disk full"):
         merge_fsdp_weights(str(checkpoint), str(tmp_path / "whole"), remove_checkpoint_dir=True)
     assert list((tmp_path / "whole").iterdir()) == []
