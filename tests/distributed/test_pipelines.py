@@ -555,6 +555,38 @@ def test_tied_weights_in_windows_train_as_on_one_process(run: Run) -> None:
     assert run(train_tied_in_windows, 2, processes=2) == [pytest.approx(expected, rel=1e-5)] * 2
 
 
+class BatchError(Exception):
+    """Error of a batch, which the program skips."""
+
+
+def wrong_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    raise BatchError
+
+
+def train_tied_with_an_error(processes: int, drops: bool) -> list[float]:
+    """Adds up gradients of tied weights over backward passes, of which the fourth fails."""
+    accelerator = make_accelerator("", "1f1b", processes)
+    model, optimizer, _ = build(accelerator, is_tied=True)
+    norms = []
+    for number in range(6):
+        batch = {name: (torch.arange(16).view(4, 4) + number) % 11 for name in ("ids", "targets")}
+        if number == 3:  # is compared, so all ranks raise the error
+            with pytest.raises((BatchError, PreparationError)):
+                accelerator.forward_backward(model, batch, wrong_loss)
+            if drops:
+                optimizer.zero_grad()
+        else:
+            accelerator.forward_backward(model, batch, mean_loss)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), float("inf"))))
+    return norms
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_tied_weights_keep_their_gradients_when_a_later_batch_fails(run: Run, drops: bool) -> None:
+    (expected,) = run(train_tied_with_an_error, 1, drops, processes=1)
+    assert run(train_tied_with_an_error, 2, drops, processes=2) == [pytest.approx(expected, rel=1e-5)] * 2
+
+
 def train_on_one_sample(schedule: str, processes: int) -> float:
     accelerator = make_accelerator("", schedule, processes)
     model, _, _ = build(accelerator)

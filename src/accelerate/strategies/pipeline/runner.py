@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -128,9 +129,8 @@ class Pipeline(ScheduledStages):
         losses: list[Tensor] = []
         compared = compared or {0, 1} if is_checked else set()
         finish = self.finisher(microbatches, loss_fn, scale, losses, is_sum=is_sum, compared=compared)
-        self._set_summed_aside()
         self._reduces_gradients = reduces_gradients
-        with torch.enable_grad():
+        with torch.enable_grad(), self._summed_aside():
             self.run(microbatches, finish, has_backward=True, shares_error=is_checked)
         if is_checked or is_compared:
             self.counted_values.accept(has_loss)
@@ -249,13 +249,26 @@ class Pipeline(ScheduledStages):
         for parameters, group in self._shared_parameters():
             Replicas(parameters, set(), group, True, averages=False).average()
 
-    def _set_summed_aside(self) -> None:
-        """Takes gradients that are added up already from their parameters, until the next ones are."""
-        if self._summed is None:
+    @contextmanager
+    def _summed_aside(self) -> Iterator[None]:
+        """Takes gradients that are added up already from their parameters, until the next ones are.
+
+        They are set again if the block fails, because the program may continue without this batch.
+        """
+        is_first = self._summed is None
+        if is_first:
             shared = [parameter for parameters, _ in self._shared_parameters() for parameter in parameters]
             self._summed = {parameter: parameter.grad for parameter in shared}
             for parameter in shared:
                 parameter.grad = None
+        try:
+            yield
+        except BaseException:
+            if is_first:
+                for parameter, summed in (self._summed or {}).items():
+                    parameter.grad = summed
+                self._summed = None
+            raise
 
     def _shared_parameters(self) -> Iterator[tuple[list[nn.Parameter], Any]]:
         """Yields trained parameters that several ranks have, with the process group of these ranks."""
