@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accelerate.base import StateError
 from accelerate.diagnostics import find_executable_batch_size, memory
 from accelerate.ops import gather, reduce, reduce_async
-from accelerate.state import PartialState
+from accelerate.state import PartialState, process_group
 
 Run = Callable[..., list[Any]]
 
@@ -84,8 +84,34 @@ def run_out_while_others_wait() -> str:
 
 @pytest.mark.cpu_only
 def test_ranks_that_wait_for_one_that_ran_out_end_with_one_error(run: Run) -> None:
-    (text,) = set(run(run_out_while_others_wait, processes=3))
-    assert text.startswith("Ranks [1] ran out of memory with a batch size of 8, and the other ranks wait")
+    *texts, last = run(run_out_while_others_wait, processes=3)
+    for text in texts:
+        assert text.startswith("Ranks [1] ran out of memory with a batch size of 8, and the other ranks wait")
+    assert last == texts[0] or last.startswith("The process that hosts the store")  # rank 0 may have ended
+    assert all("starting_batch_size=4" in text for text in (*texts, last))
+
+
+def run_out_after_rank_0_has_ended() -> str:
+    state = PartialState()
+    if state.process_index == 0:
+        return ""
+    store: Any = process_group.connect_store()
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> None:
+        with pytest.raises(dist.DistNetworkError):
+            store.wait(["never written"])
+        run_out()
+
+    with pytest.raises(StateError) as caught:
+        train()
+    return str(caught.value)
+
+
+@pytest.mark.cpu_only
+def test_ranks_that_run_out_after_the_store_has_ended_say_so(run: Run) -> None:
+    _, text = run(run_out_after_rank_0_has_ended)
+    assert text.startswith("The process that hosts the store of the run, rank 0 or the launcher, has ended")
     assert "starting_batch_size=4" in text
 
 

@@ -249,12 +249,15 @@ class StoreAttempts(Attempts):
             self._report("failed", f"{type(error).__name__}: {error}")
 
     def agree(self, ran_out: bool, batch_size: int) -> bool:
-        self._report(
-            "ran out" if ran_out else "done",
-            torch_private.num_collectives(dist.group.WORLD) if dist.is_initialized() else None,
-        )
         timeout = STUCK_TIMEOUT if ran_out else self._timeout
-        summary = self._channel.wait(["summary"], timeout)["summary"] or self._summarize()
+        try:
+            summary = self._await_summary(ran_out, timeout)
+        except dist.DistError as error:
+            advice = f" Start it again with starting_batch_size={batch_size // 2}." if ran_out else ""
+            raise StateError(
+                "The process that hosts the store of the run, rank 0 or the launcher, has ended, so the "
+                f"search for a batch size cannot continue in this run.{advice}"
+            ) from error
         if summary["failed"]:
             failed = "\n".join(f"Rank {rank}: {reason}" for rank, reason in summary["failed"])
             raise StateError(f"The attempt failed on another rank. {failed}")
@@ -271,6 +274,13 @@ class StoreAttempts(Attempts):
                 f"starting_batch_size={batch_size // 2}."
             )
         return bool(out)
+
+    def _await_summary(self, ran_out: bool, timeout: float) -> Any:
+        self._report(
+            "ran out" if ran_out else "done",
+            torch_private.num_collectives(dist.group.WORLD) if dist.is_initialized() else None,
+        )
+        return self._channel.wait(["summary"], timeout)["summary"] or self._summarize()
 
     def _open_channel(self) -> StoreChannel:
         scope = f"accelerate/attempts/{self._search}/{self._attempt}"
