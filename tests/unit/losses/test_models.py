@@ -187,7 +187,8 @@ def test_a_trainer_trains_and_evaluates_as_before(states: Any, tmp_path: Path) -
     found, others = trained(tmp_path, True)
     assert len(found) == 6
     assert found == pytest.approx(losses, abs=1e-5)
-    torch.testing.assert_close(others, weights, rtol=1e-5, atol=1e-5)
+    # Adam divides rounding errors by small gradients. Another loss would change weights by the learning rate.
+    torch.testing.assert_close(others, weights, rtol=1e-5, atol=1e-3)
 
 
 class Indexing(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
