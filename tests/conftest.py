@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "TORCHELASTIC_")
 STARTER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -57,6 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
         if name.startswith(PREFIXES) or name in STARTER_VARIABLES:
             del os.environ[name]
     os.environ.update(FIXED_VARIABLES)
+    # A busy machine may take any time for an example.
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process of a test would compile the package anew
     sys.dont_write_bytecode = False
 

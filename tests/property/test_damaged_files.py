@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 from safetensors.torch import save
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -37,8 +37,6 @@ from accelerate.weights import (
     read_torch,
     read_weight_map,
 )
-
-patiently = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @contextmanager
@@ -85,7 +83,6 @@ def stored() -> Metadata:
     return Metadata(entries, {"model.a": ("model", "a"), "model.b": ("model", "b")}, files)
 
 
-@patiently
 @given(st.one_of(*(mutations(pickle.dumps(stored(), protocol)) for protocol in (2, 4))))
 @example(b"\x80\x04r\xff\xff\xff\xff.")
 def test_metadata_of_shards(content: bytes) -> None:
@@ -93,7 +90,6 @@ def test_metadata_of_shards(content: bytes) -> None:
         attempt(lambda: shard_index.read(path.parent, "model"))
 
 
-@patiently
 @given(st.binary(max_size=200))
 def test_programs_of_any_bytes(content: bytes) -> None:
     with file_of(b"\x80\x04" + content, shard_index.NAME) as path:
@@ -157,7 +153,6 @@ def raise_failure(failure: str) -> None:
         raise CheckpointError(failure)
 
 
-@patiently
 @given(st.one_of(mutations(HEADER).map(with_length), mutations(WEIGHTS)))
 @example(b"\xff" * 8)
 @example(with_length(b"[" * 100_000))
@@ -166,14 +161,12 @@ def test_files_of_safetensors(content: bytes) -> None:
         read_weights(path)
 
 
-@patiently
 @given(replaced(json.loads(HEADER), anything))
 def test_headers_with_other_values(header: Any) -> None:
     with file_of(with_length(json.dumps(header).encode()), "model.safetensors") as path:
         read_weights(path)
 
 
-@patiently
 @given(anything)
 def test_further_names_of_any_kind(aliases: Any) -> None:
     content = save({"a": torch.ones(2)}, {"aliases": json.dumps(aliases)})
@@ -196,7 +189,6 @@ def as_json(content: Any) -> st.SearchStrategy[bytes]:
     return replaced(content, anything).map(written)
 
 
-@patiently
 @given(st.sampled_from([INDEX, OFFLOADED]).flatmap(lambda index: as_json(index) | mutations(written(index))))
 def test_indices(content: bytes) -> None:
     with file_of(content, "index.json") as path:
@@ -239,7 +231,6 @@ def same(first: Any, second: Any) -> bool:
     return bool(torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second)
 
 
-@patiently
 @given(replaced(STATE, values).map(saved))
 @pytest.mark.filterwarnings("ignore:Casting complex values")
 def test_states_of_optimizers(content: bytes) -> None:
@@ -261,7 +252,6 @@ def test_states_of_optimizers(content: bytes) -> None:
             )
 
 
-@patiently
 @given(mutations(saved(STATE)))
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_files_of_torch(content: bytes) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from accelerate.base import CheckpointError
 from accelerate.checkpointing import LARGEST, FileRecord, Manifest, manifest
 
-SETTINGS = settings(max_examples=400, deadline=None)
+SETTINGS = settings(max_examples=400)
 VALID = Manifest(
     {
         "model.safetensors": FileRecord("model.safetensors", 4, "0123456789abcdef"),

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from accelerate.data_loader import ConstantMemorySampler, IndexPermutation
 
-SETTINGS = settings(max_examples=300, deadline=None)
+SETTINGS = settings(max_examples=300)
 LENGTHS = st.integers(1, 10**5)
 SEEDS = st.integers(-(2**63), 2**64 - 1)
 

@@ -85,7 +85,7 @@ class Tags(HTMLParser):
         self.attributes |= {name for name, _ in attrs}
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(records=RECORDS, copies=st.integers(1, 2))
 def test_any_records_give_a_page(records: list[tuple[int, dict[str, Any]]], copies: int) -> None:
     with tempfile.TemporaryDirectory() as folder:

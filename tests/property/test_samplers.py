@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from accelerate.data_loader import GlobalBatchBuilder, prepare_data_loader
 
 pytestmark = pytest.mark.usefixtures("states")
-SETTINGS = settings(max_examples=300, deadline=None)
+SETTINGS = settings(max_examples=300)
 SIZES = st.integers(1, 40)
 BATCH_SIZES = st.integers(1, 7)
 WORLDS = st.integers(1, 3)

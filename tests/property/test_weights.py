@@ -17,7 +17,7 @@ from accelerate import load_checkpoint_in_model
 from accelerate.checkpointing import find_shards, save_sharded
 from accelerate.weights import StoredWeights, find_tied_parameters
 
-SETTINGS = settings(max_examples=120, deadline=None)
+SETTINGS = settings(max_examples=120)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 SIZES = st.sampled_from([1, 40, 200, "1KB", "10GB"])

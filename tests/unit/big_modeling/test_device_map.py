@@ -154,7 +154,7 @@ UNITS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(UNITS, max_size=7), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(0, 30))
 def test_the_plan_places_the_most_units_on_accelerators(
     units: list[Unit], limits: list[int], cpu: int

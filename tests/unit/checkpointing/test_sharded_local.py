@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from accelerate.checkpointing import LocalShards, PlainValue, boxes_of_range, shards_of_range, to_local_shards
 
 SHAPES = st.lists(st.integers(1, 4), max_size=4)
 
 
-@settings(deadline=None)
 @given(SHAPES, st.data())
 def test_a_range_is_cut_into_boxes_that_hold_it_in_order(shape: list[int], data: st.DataObject) -> None:
     count = math.prod(shape)
@@ -29,7 +28,6 @@ def test_a_range_is_cut_into_boxes_that_hold_it_in_order(shape: list[int], data:
     assert len(list(boxes_of_range(shape, start, stop))) <= max(1, 2 * len(shape) - 1)
 
 
-@settings(deadline=None)
 @given(SHAPES, st.data())
 def test_boxes_of_a_range_are_views_of_it(shape: list[int], data: st.DataObject) -> None:
     count = math.prod(shape)

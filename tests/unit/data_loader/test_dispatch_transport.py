@@ -82,7 +82,7 @@ def test_a_slot_is_used_again_when_nothing_uses_it(make: Callable[[], MemoryPool
 
 @pytest.mark.parametrize("make", [private, shared])
 @given(steps=st.lists(st.tuples(st.sampled_from(["take", "keep a view", "drop"]), st.integers(0, 3 * PAGE))))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_slot_in_use_is_not_overwritten(
     make: Callable[[], MemoryPool], steps: list[tuple[str, int]]
 ) -> None:

@@ -143,7 +143,7 @@ def gather(ranks: list[list[Step]], *, by_item: bool = False) -> list[int]:
 
 
 @pytest.mark.usefixtures("states")
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     kind=st.sampled_from(KINDS),
     samples=st.integers(1, 40),

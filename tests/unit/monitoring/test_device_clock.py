@@ -301,7 +301,7 @@ CALLS = st.lists(st.tuples(st.sampled_from(NAMES), st.floats(0.0, 2.0), st.float
 
 @example([("data", 1.0, 1.0), ("pass", 0.0, 0.0)])  # nothing was read when the pass began
 @given(CALLS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_phases_always_add_up_to_the_time_of_the_host(calls: list[tuple[str, float, float]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         device = follow_time(patch)
