@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import ConfigurationError, PreparationError, StateError, is_torch_version
 from accelerate.utils import PipelineConfig
 
@@ -198,6 +198,63 @@ def compare(names: list[str], schedule: str) -> None:
 )
 def test_gradients_are_those_of_one_process(run: Run, names: list[str], schedule: str) -> None:
     run(compare, names, schedule, processes=2, timeout=60)
+
+
+class WithScores(Layer):
+    """Layer that also returns scores, which a loss may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(4, 2)
+
+    def forward(self, hidden: Any) -> Any:
+        *scores, hidden = hidden
+        hidden = super().forward(hidden)
+        return (*scores, self.scores(hidden), hidden)
+
+
+def train_without_scores(processes: int, sizes: dict[str, int], steps: int) -> dict[str, Tensor]:
+    """Train with a loss that uses the scores of layers in the last step only."""
+    config = PipelineConfig(microbatches=2)
+    mesh = ParallelismConfig(pp_size=2, pp_handler=config, **sizes) if processes > 1 else None
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if "dp_shard_size" in sizes and mesh else None
+    accelerator = Accelerator(
+        cpu=True, parallelism_config=mesh, fsdp_plugin=plugin, gradient_accumulation_steps=steps
+    )
+    torch.manual_seed(0)
+    model = tower(WithScores, call, tuple)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for step in range(6):
+        with accelerator.accumulate(model):
+            torch.manual_seed(step)
+
+            def loss_fn(outputs: Any, target: Tensor, step: int = step) -> Tensor:
+                *scores, hidden = outputs
+                used = sum(score.square().mean() for score in scores) if step > 3 else 0.0
+                return F.mse_loss(hidden, target) + used
+
+            accelerator.forward_backward(model, ((torch.randn(4, 4),), torch.randn(4, 4)), loss_fn)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize(
+    ("processes", "sizes", "steps"),
+    [
+        (2, {}, 1),
+        (2, {}, 2),
+        pytest.param(4, {"dp_replicate_size": 2}, 2, marks=pytest.mark.slow),
+        pytest.param(4, {"dp_shard_size": 2}, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_parameters_that_the_loss_does_not_use_are_not_decayed(
+    run: Run, processes: int, sizes: dict[str, int], steps: int
+) -> None:
+    (expected,) = run(train_without_scores, 1, sizes, steps, processes=1)
+    found = run(train_without_scores, processes, sizes, steps, processes=processes, timeout=120)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def last_attribute(part: Any, hidden: Tensor) -> Tensor:

@@ -199,6 +199,7 @@ class PipelineAxis(Layer):
         total: Tensor = pipeline.train(batch, loss_fn, to_backward, is_sum=is_sum, reduces_gradients=reduces)
         if gradients.sync_gradients:
             pipeline.sum_shared_gradients()
+            pipeline.drop_unused_gradients()
             for optimizer, scales in self._scales.items():
                 scales.after_batch(optimizer.parameters())
         return total

@@ -16,7 +16,7 @@ from accelerate.base import StateError, wrong_value
 from accelerate.ops import is_on_any_rank
 from accelerate.plugins import SCHEDULES, PipelineConfig
 from accelerate.strategies.batches import LossFunction, loss_of
-from accelerate.strategies.dtensors import Replicas, named_parameters
+from accelerate.strategies.dtensors import Replicas, named_parameters, whole_tensor
 from accelerate.strategies.pipeline.counted_values import CountedValues
 from accelerate.strategies.pipeline.microbatches import (
     Computed,
@@ -56,6 +56,7 @@ class Pipeline(ScheduledStages):
         shared: Names of parameters of this rank that other ranks have too, with the process group of these
             ranks.
         parameter_names: Names of the parameters of the whole model, tied ones by each of their names.
+        without_gradients: Names of the parameters that the loss did not use in the last verified batch.
         whole_sizes: Sizes of tensors in earlier batches, see `split_batch`.
     """
 
@@ -74,6 +75,7 @@ class Pipeline(ScheduledStages):
         self._is_verified, self._has_evaluated = False, False
         self._program: Any = None  # of the user, at the end of the last batch
         self._skipped_labels: int | None = None
+        self.without_gradients: Collection[str] = ()
         self.counted_values = CountedValues()
         self.whole_sizes: WholeSizes = {}
 
@@ -243,6 +245,19 @@ class Pipeline(ScheduledStages):
             if summed is not None:
                 parameter.grad = summed if parameter.grad is None else parameter.grad + summed
         self._summed = None
+
+    @torch.no_grad()
+    def drop_unused_gradients(self) -> None:
+        """Removes gradients of zeros that parameters do not have on one rank, where optimizers skip them.
+
+        The next stage sends zeros for a tensor that the loss does not use. Called on all ranks that shard
+        the stages of this rank.
+        """
+        own = named_parameters(self.model.model) if self.without_gradients else {}
+        unused = [own[name] for name in self.without_gradients if name in own]
+        for parameter in unused:
+            if parameter.grad is not None and not whole_tensor(parameter.grad.abs().sum()):
+                parameter.grad = None
 
     def sum_new_gradients(self) -> None:
         """Adds up gradients like `sum_shared_gradients`, without those of earlier backward passes."""

@@ -70,6 +70,7 @@ class Computation(NamedTuple):
         losses: Parts of the micro-batches in the loss of the batch.
         gradients: Gradients by the name of the parameter.
         changes: What layers change besides their outputs, on one rank.
+        without_gradients: Names of the trained parameters that the loss does not use, on one rank.
     """
 
     layers: dict[tuple[int, int], tuple[str, list[Tensor]]]
@@ -77,6 +78,7 @@ class Computation(NamedTuple):
     losses: list[Tensor]
     gradients: dict[str, Tensor]
     changes: Collection[str] = ()
+    without_gradients: Collection[str] = ()
 
 
 class Difference(NamedTuple):
@@ -141,6 +143,7 @@ class Verification:
         with torch.enable_grad():
             found = _compute_in_pipeline(pipeline, calls, compared, expected.changes, finisher)
         _raise_first(pipeline, self._differences(pipeline, expected, found), None, expected.changes)
+        pipeline.without_gradients = expected.without_gradients
         return True
 
     def check_loss(self, pipeline: Pipeline, batch: object, *, is_sum: bool) -> None:
@@ -354,7 +357,8 @@ def _compute(
 ) -> Computation:
     """Returns what the model on one rank computes."""
     changes: dict[str, None] = {}
-    result = Computation({}, {}, [], {}, changes)
+    unused: list[str] = []
+    result = Computation({}, {}, [], {}, changes, unused)
     finish = finisher and finisher(parts, scale=lambda loss: loss, losses=result.losses, compared={0, 1})
     outputs_of_forward: list[tuple[str, list[Tensor]]] = []
 
@@ -377,6 +381,8 @@ def _compute(
     for name, parameter in reference.named_parameters(remove_duplicate=False):
         if parameter.grad is not None:
             result.gradients[name] = parameter.grad
+        elif parameter.requires_grad:
+            unused.append(name)
     return result
 
 
