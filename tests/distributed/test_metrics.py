@@ -140,6 +140,28 @@ def evaluate_inside_training() -> tuple[list[int], list[bool]]:
     return seen, ends
 
 
+def gather_inside_training(in_training: dict[str, Any], in_evaluation: dict[str, Any]) -> list[list[int]]:
+    """The lengths of losses, outputs and labels that an evaluation inside a training epoch gathers."""
+    accelerator = Accelerator()
+    training, evaluation = (
+        prepare_data_loader(DataLoader(range(samples), batch_size=2), put_on_device=True, **settings)  # type: ignore[arg-type]
+        for samples, settings in ((8, in_training), (7, in_evaluation))
+    )
+    lengths = []
+    outer = iter(training)
+    next(outer)
+    for labels in evaluation:
+        values = (torch.ones(2), labels * 2, labels)
+        lengths.append([len(accelerator.gather_for_metrics(value)) for value in values])
+    return lengths
+
+
+def test_evaluation_inside_training_gathers_each_sample_once_for_every_kind_of_loader(run: Run) -> None:
+    cases = [(outer, inner) for outer in (SHARD, DISPATCH) for inner in (SHARD, DISPATCH)]
+    for results in run(call_for_each, gather_inside_training, cases):
+        assert results == [[[4, 4, 4], [3, 3, 3]]] * 4
+
+
 def test_nested_loaders(run: Run) -> None:
     for seen, ends in run(evaluate_inside_training):
         assert seen == [0, 1, 2, 3, 4]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from itertools import chain
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -122,6 +123,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         try:
             yield from loader._own_parts(current_transport(), observers)
         finally:
+            loader.latest_batch = None
             observers.pass_ended(loader)
 
     def _own_parts(self, transport: Transport, observers: Observers) -> Iterator[Any]:
@@ -139,7 +141,9 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                     move, is_first = choose_move(self.device, self._non_blocking, batch.part), False
                 part = batch.part if move is None else move(batch.part)
                 observers.batch_read(self.batch_rows or 0)
+                self.latest_batch, self.read_at = part, perf_counter_ns()
                 yield part
+                self.latest_batch = None
                 observers.before_read(self)
 
     def _draw_base_seed(self) -> None:
