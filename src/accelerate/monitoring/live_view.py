@@ -141,8 +141,11 @@ class RunReader:
 
     def read(self) -> RunView:
         """Returns the view of the run now."""
-        for rank, path in self._find_paths():
-            self._ranks.setdefault(path, RankView(rank, path)).read()
+        self._ranks = {
+            path: self._ranks.get(path) or RankView(rank, path) for rank, path in self._find_paths()
+        }
+        for view in self._ranks.values():
+            view.read()
         ranks = sorted((rank for rank in self._ranks.values() if rank.start), key=lambda rank: rank.rank)
         last = max((rank.start for rank in ranks if rank.start), key=lambda start: start.time, default=None)
         world_size = last.world_size if last is not None else 0

@@ -272,7 +272,9 @@ class RecordWriter:
         """
         if not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
             raise FileNotFoundError(errno.ENOENT, "another file replaced the records", str(self.path))
-        self._file.write(b"".join(encode(record) for record in records))
+        content = b"".join(encode(record) for record in records)
+        if self._file.write(content) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def close(self) -> None:
         self._file.close()

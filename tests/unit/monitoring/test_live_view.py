@@ -215,6 +215,21 @@ def test_ranks_of_a_larger_run_before_are_left_out(tmp_path: Path) -> None:
     assert ([rank.rank for rank in view.ranks], view.num_ranks) == ([0, 1], 2)
 
 
+def test_a_run_that_starts_later_replaces_the_one_before(tmp_path: Path) -> None:
+    folders = [tmp_path / "first"]
+    reader = RunReader("run", lambda: [(records.rank, records.path) for records in find_records(folders[-1])])
+    folders[0].mkdir()
+    for rank in range(2):
+        write(folders[0], rank, start(rank, world_size=2), window(10))
+    assert len(reader.read().ranks) == 2
+    folders.append(tmp_path / "second")
+    folders[1].mkdir()
+    for rank in range(2):
+        write(folders[1], rank, start(rank, world_size=2, time=NOW + 1), window(5))
+    view = reader.read()
+    assert [(rank.rank, rank.window.last) for rank in view.ranks if rank.window] == [(0, 5), (1, 5)]
+
+
 def test_a_file_that_another_run_replaces_is_read_from_its_beginning(tmp_path: Path) -> None:
     view = view_of(tmp_path, 0, start(0, world_size=1), window(10), window(20))
     view.path.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,18 @@ def test_a_comparison_of_a_replica_group_has_ranks_among_those_of_all_groups() -
         shifted = times.shifted(recorded_rank(0, 2))
     assert (shifted.slowest, shifted.slow) == (5, {"5": 0.5})
     assert times.shifted(recorded_rank(0, 2)) == times
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no limits of resources")
+def test_a_record_that_is_written_in_part_is_an_error(tmp_path: Path) -> None:
+    import resource
+
+    writer = RecordWriter(tmp_path, 0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            writer.write(WINDOW)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        writer.close()
