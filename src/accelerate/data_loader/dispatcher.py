@@ -37,6 +37,7 @@ from accelerate.data_loader.reading import (
     read_pass,
 )
 from accelerate.data_loader.resume import keep_source_state, source_state
+from accelerate.data_loader.sample_lists import listed_samples
 from accelerate.data_loader.samplers import first_number
 from accelerate.devices import of_device
 from accelerate.nested import ignorant_find_batch_size
@@ -160,7 +161,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _record(self, batch: ReceivedBatch) -> None:
         """Sets the attributes of the loader for a batch."""
-        self.set_counts(batch.counts, ignorant_find_batch_size(batch.part))
+        samples = listed_samples(batch.part, self.full_rows)
+        self.set_counts(batch.counts, samples or ignorant_find_batch_size(batch.part))
         if batch.state is not None:
             keep_source_state(self, batch.state)
         if batch.is_last:

@@ -24,6 +24,7 @@ from accelerate.data_loader.last_batch import (
     samples_per_part,
 )
 from accelerate.data_loader.reading import read_one_ahead
+from accelerate.data_loader.sample_lists import hide_samples, show_samples
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,15 @@ class GlobalBatchBuilder:
         return [] if self.drop_last and len(read) < self.num_batches else read
 
     def _build_one(self, batches: list[Any], first: list[Any], *, is_last: bool) -> GlobalBatch:
+        nominal = self.nominal_rows and self.nominal_rows * (self.groups if self.split else 1)
+        hidden = hide_samples([*batches, *first], nominal) if self.cut is None else None
+        if hidden is None:
+            return self._build_parts(batches, first, is_last=is_last)
+        count = len(batches)
+        built = self._build_parts(hidden[:count], hidden[count:], is_last=is_last)
+        return replace(built, parts=list(map(show_samples, built.parts)))
+
+    def _build_parts(self, batches: list[Any], first: list[Any], *, is_last: bool) -> GlobalBatch:
         sizes = [count_samples(batch) for batch in batches]
         is_even_end = len(batches) == self.groups and len(set(sizes)) == 1
         if not self.split and self.cut is None and (is_even_end or not is_last):

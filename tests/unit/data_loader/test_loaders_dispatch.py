@@ -79,6 +79,55 @@ def test_the_last_batches_may_have_samples_of_any_shape_and_other_leaves(end: st
         assert "weights" not in part or all(part[name] is value for name, value in WEIGHTS.items())
 
 
+def images(count: int, start: int, height: int = 0) -> list[torch.Tensor]:
+    return [torch.full((3, height or 4 + number, 4), float(start + number)) for number in range(count)]
+
+
+def detections(count: int, start: int, height: int = 0) -> tuple[Any, ...]:
+    return tuple(images(count, start, height)), tuple(
+        {"boxes": torch.ones(n, 4), "id": torch.tensor(n)} for n in range(start, start + count)
+    )
+
+
+SAMPLE_LISTS = {
+    "labels": lambda n, start: (images(n, start), torch.arange(start, start + n)),
+    "one shape": lambda n, start: (images(n, start, 4), torch.arange(start, start + n)),
+    "texts": lambda n, start: {"images": images(n, start, 4), "texts": [str(start + i) for i in range(n)]},
+    "detections": detections,
+    "detections of one shape": lambda n, start: detections(n, start, 4),
+}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("kind", SAMPLE_LISTS)
+def test_a_list_of_samples_is_cut_and_padded_like_the_labels(kind: str, split: bool) -> None:
+    layout: Any = SAMPLE_LISTS[kind]
+    batches = [layout(4, 0), layout(4, 4), layout(3, 8)]
+    built = list(GlobalBatchBuilder(2, split=split, nominal_rows=2 if split else 4).build(iter(batches)))
+    found = []
+    for batch in built:
+        for part in batch.parts:
+            samples, others = part.values() if isinstance(part, dict) else part
+            assert type(samples) is type(batches[0]["images"] if kind == "texts" else batches[0][0])
+            assert all(image.shape[0] == 3 for image in samples)
+            numbers = [int(image[0, 0, 0]) for image in samples]
+            labels = [other["id"] if isinstance(other, dict) else other for other in others]
+            assert numbers == [int(label) for label in labels]
+            found.append(numbers)
+    assert sum(found, [])[:12] == [*range(11), 0]
+    assert built[-1].counts == (2, 1)
+    assert [len(numbers) for numbers in found[-2:]] == [2, 2]
+
+
+def test_a_list_of_inputs_with_a_row_for_each_sample_is_no_list_of_samples() -> None:
+    def features(count: int) -> Any:
+        return [torch.ones(count, 4), torch.ones(count, 2)], [torch.zeros(count), torch.zeros(count)]
+
+    *_, last = GlobalBatchBuilder(2, nominal_rows=4).build(iter(map(features, (4, 4, 4, 3))))
+    assert last.counts == (4, 3)
+    assert [[len(tensor) for part in parts for tensor in part] for parts in last.parts] == [[4] * 4] * 2
+
+
 def nested(count: int) -> torch.Tensor:
     return torch.nested.nested_tensor([torch.ones(number + 1) for number in range(count)])
 
