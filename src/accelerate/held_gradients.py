@@ -58,6 +58,7 @@ class HeldGradients:
         self._joins = False  # the next backward pass adds gradients to those that were kept apart
         self._was_kept = False  # `zero_grad` was called after a backward pass of this micro-batch
         self._had_backward = False  # a backward pass of this micro-batch has begun
+        self._drops = False  # `zero_grad` was called in the last micro-batch, and no backward pass since then
 
     @property
     def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -83,7 +84,8 @@ class HeldGradients:
         self._set_parameters(list(parameters))
         self._is_first, self._is_last, self._was_kept, self._had_backward = is_first, is_last, False, False
         if is_first:
-            self._warn_of_unused()
+            if not self.drop_cleared():
+                self._warn_of_unused()
             self._held = [None] * len(self._parameters)
             self._is_apart = self._has_contributed = False
             self._unreduced = None
@@ -92,6 +94,22 @@ class HeldGradients:
             self._hold()  # no `step` was called in the micro-batch before
         self._has_stepped = self._is_apart
         self._joins = is_alone and self._is_apart
+
+    def drop_cleared(self) -> bool:
+        """Drops gradients of a window that has ended without a step, if `zero_grad` was called at its end.
+
+        A loop that catches an exception in the last micro-batch calls it, for example.
+
+        Returns:
+            Whether it was called.
+        """
+        if not self._drops:
+            return False
+        self._drops = False
+        self._take_unreduced(self._parameters)
+        for parameter in self._parameters:
+            parameter.grad = None
+        return True
 
     def leave(self) -> None:
         """Ends a micro-batch, before one of other models begins whose loss may fill the same gradients."""
@@ -106,7 +124,7 @@ class HeldGradients:
         After the `step` of a micro-batch the gradients are complete, and those of another loss are kept apart
         until `zero_grad` removes them.
         """
-        self._had_backward = True
+        self._had_backward, self._drops = True, False
         if self._joins and not self._is_cleared():  # plain torch adds them, too, without `zero_grad`
             self._join()
             self._look()
@@ -155,6 +173,7 @@ class HeldGradients:
         elif not any(held is not None for held in self._held):
             clear()
             self._look()
+        self._drops = self._is_last
         self._has_stepped = self._is_apart = self._joins = False
 
     def contribute(self) -> None:

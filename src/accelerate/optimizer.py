@@ -357,6 +357,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._driver = self._driver or DrivingLoader()
         return self.gradient_state.find_pass(self._driver)
 
+    def release_held(self) -> None:
+        """Ends a window without a step."""
+        if self.held is not None:
+            self.held.drop_cleared()
+            self.held = None
+
     def _accumulate(self, closure: Callable[[], Any] | None) -> Any:
         """Keeps the gradients of a micro-batch without synchronization for the next ones."""
         result = None

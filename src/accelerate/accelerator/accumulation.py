@@ -236,7 +236,7 @@ class Accumulation:
     def release(self, models: Sequence[nn.Module]) -> None:
         """Ends a window of models without a step."""
         for optimizer in self._optimizers_of(models):
-            optimizer.held = None
+            optimizer.release_held()
 
     def _optimizers_of(self, models: Sequence[nn.Module]) -> Iterator[AcceleratedOptimizer]:
         """Yields the optimizers of models, or of all for none, whose gradients are accumulated in `grad`."""

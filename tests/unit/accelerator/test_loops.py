@@ -409,6 +409,37 @@ def test_a_step_that_is_left_out_drops_its_gradients() -> None:
     torch.testing.assert_close(weights(model), weights(plain), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("failed", [(1,), (3, 5), (6,)], ids=str)
+def test_a_window_whose_last_micro_batch_fails_is_dropped_by_zero_grad(
+    failed: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Batch 6 is the last of the loader, and the only one of its window in the first pass."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = new_model()
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), new_loader())
+    plain, batches = new_model(), list(new_loader())
+    plain_optimizer = sgd(plain)
+    for _ in range(2):
+        for number, (x, y) in enumerate(loader):
+            try:
+                with accelerator.accumulate(model):
+                    if number in failed:
+                        raise FloatingPointError
+                    run_body("fbsZ", accelerator, model, optimizer, x, y)
+            except FloatingPointError:
+                optimizer.zero_grad()
+        for number, (x, y) in enumerate(batches):
+            if number not in failed:
+                (mse_loss(plain(x), y) / 2).backward()
+                if number % 2 or number == len(batches) - 1:
+                    plain_optimizer.step()
+            if number in failed or number % 2:
+                plain_optimizer.zero_grad()
+        plain_optimizer.zero_grad()
+    torch.testing.assert_close(weights(model), weights(plain), rtol=0, atol=1e-12)
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("way", ["accumulate", "items", "windows"])
 def test_gradients_can_be_read_and_removed_without_a_step(way: str) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
