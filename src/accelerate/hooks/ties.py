@@ -76,7 +76,7 @@ class OffloadedSteps:
         register_optimizer_step_pre_hook(check_step)
 
 
-def check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def check_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Raises an error if an optimizer steps trainable parameters that are offloaded."""
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     num_offloaded = sum(parameter.requires_grad for parameter in parameters if _is_offloaded(parameter))

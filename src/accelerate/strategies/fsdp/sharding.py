@@ -300,7 +300,7 @@ def _whole_model(model: nn.Module) -> nn.Module:
     return model if whole is None else whole()
 
 
-def _has_units(plugin: Any, model: nn.Module) -> bool:
+def _has_units(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> bool:
     """Returns whether a model has units, for a stage of a pipeline also in other stages."""
     return bool(find_units(_whole_model(model), _policy_of(plugin, model)))
 
@@ -308,7 +308,7 @@ def _has_units(plugin: Any, model: nn.Module) -> bool:
 # Units
 
 
-def choose_units(plugin: object, model: nn.Module) -> list[nn.Module]:
+def choose_units(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> list[nn.Module]:
     """Returns the modules of a model that become units besides the model itself, inner ones first.
 
     A module with a parameter that is tied to the rest of the model becomes no unit.
