@@ -78,27 +78,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def refuse_without_batch_size(args: argparse.Namespace) -> None:
     """Raises an error for flags of a training step without --batch_size."""
-    given = [f"--{name}" for name, default in DEFAULTS.items() if getattr(args, name, default) != default]
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    defaults = vars(parser.parse_args([]))
+    given = [f"--{name}" for name, default in defaults.items() if getattr(args, name, default) != default]
     if given or FACTORY.fullmatch(args.model_name):
         what = ", ".join(given) or "module:function as the model"
         raise ConfigurationError(f"{what} needs a training step: add --batch_size, such as --batch_size 8.")
 
 
-DEFAULTS = {
-    "sequence_length": None,
-    "mixed_precision": "no",
-    "parameter_dtype": "float32",
-    "gradient_checkpointing": False,
-    "offload_activations": False,
-    "gradient_accumulation_steps": 1,
-    "tp_size": 1,
-    "ep_size": 1,
-    "pp_size": 1,
-    "sp_size": 1,
-    "offload": "none",
-    "devices": None,
-}
-"""Flags of a training step, with their defaults."""
 SIZES = ("tp_size", "ep_size", "pp_size", "sp_size")
 """Flags of the sizes of axes, whose product divides the number of processes."""
 

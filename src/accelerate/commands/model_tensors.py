@@ -27,7 +27,6 @@ from accelerate.base import (
 )
 
 CONFIG_NAME = "config.json"
-BITS = {"BOOL": 8, "F4": 4, "F6": 6}  # bits of the dtypes whose name does not have their number
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Weight:
     @property
     def stored_bytes(self) -> int:
         family = self.dtype.partition("_")[0]
-        bits = BITS.get(family) or int("".join(c for c in family if c.isdigit()))
+        bits = 8 if family == "BOOL" else int("".join(c for c in family if c.isdigit()))
         return math.ceil(self.numel * bits / 8)
 
 

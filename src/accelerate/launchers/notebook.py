@@ -92,8 +92,7 @@ def notebook_launcher(
         LaunchError: A process fails. The message has its traceback.
     """
     mixed_precision = plain_value(mixed_precision)
-    _check_arguments(function, num_processes, mixed_precision, num_nodes, node_rank)
-    _check_args(args)
+    _check_arguments(function, args, num_processes, mixed_precision, num_nodes, node_rank)
     port = _read_port(use_port)
     backend = hardware_table.CPU if parse_flag_from_env("ACCELERATE_USE_CPU") else hardware_table.detect()
     if backend.own_runtime:
@@ -142,8 +141,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
         ConfigurationError: An argument is invalid, or there is an `Accelerator` already.
         LaunchError: A process fails. The message has its traceback.
     """
-    _check_arguments(function, num_processes)
-    _check_args(args)
+    _check_arguments(function, args, num_processes)
     _check_notebook(hardware_table.CPU)
     with tempfile.TemporaryDirectory() as folder:
         variables = {
@@ -168,11 +166,19 @@ test_launch.__test__ = False  # type: ignore[attr-defined]  # pytest would colle
 
 
 def _check_arguments(
-    function: object, processes: object, precision: str = "no", machines: Any = 1, machine: Any = 0
+    function: object,
+    args: object,
+    processes: object,
+    precision: str = "no",
+    machines: Any = 1,
+    machine: Any = 0,
 ) -> None:
     if not callable(function):
         fix = "Pass the function itself, and its arguments in `args`"
         raise wrong_value("function", function, "it cannot be called", fix, TypeError)
+    if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
+        fix = "Pass a tuple of the arguments, such as (1,)"
+        raise wrong_value("args", args, "it is not a tuple", fix, TypeError)
     if processes is not None and (not isinstance(processes, Integral) or processes < 1):
         reason = (
             "at least one process is needed"
@@ -189,12 +195,6 @@ def _check_arguments(
     if not 0 <= machine < machines:
         fix = f"Use a number from 0 to {machines - 1}"
         raise wrong_value("node_rank", machine, f"there are {machines} machines", fix)
-
-
-def _check_args(args: object) -> None:
-    if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
-        fix = "Pass a tuple of the arguments, such as (1,)"
-        raise wrong_value("args", args, "it is not a tuple", fix, TypeError)
 
 
 def _read_port(port: str | int) -> int:

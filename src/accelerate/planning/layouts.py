@@ -86,18 +86,9 @@ class Layout:
         if self.offload_activations and not self.checkpointing:
             reason = "only the inputs of recomputed blocks are offloaded"
             raise wrong_value("offload_activations", True, reason, "Recompute blocks, too")
-        counts: tuple[str, ...] = (
-            "shards",
-            "tensor_parallel",
-            "accumulation",
-            "stages",
-            "microbatches",
-            "expert_parallel",
-        )
-        counts += ("sequence_parallel", "context_parallel")
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise wrong_value(name, getattr(self, name), "it counts from 1", "Give 1 or more")
+        for name, value in vars(self).items():
+            if type(value) is int and value < 1:
+                raise wrong_value(name, value, "it counts from 1", "Give 1 or more")
         if row.has_masters and self.tensor_parallel * self.stages * self.expert_parallel > 1:
             fix = "Use full_shard, shard_grad_op or none"
             raise wrong_value("sharding", self.sharding, "DeepSpeed's engine splits no layers", fix)

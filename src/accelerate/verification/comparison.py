@@ -232,28 +232,22 @@ def _compare_rates(number: int, step: Step, expected: Step, run: Run) -> Finding
     text = f"the learning rate is {_numbers(step.rates)}, and {_numbers(expected.rates)} in the reference"
     pairs = list(zip(step.positions, expected.positions, strict=False))
     factors = {own / other for own, other in pairs if other}
-    is_per_process = len(factors) == 1 and factors == {run.size}
-    if is_per_process and _are_close(step.rates, expected.rates, ROUNDED_RATE):
+    is_per_process = factors == {run.size}
+    is_rounded = is_per_process and _are_close(step.rates, expected.rates, ROUNDED_RATE)
+    if is_rounded:
         cause = (
             "A prepared scheduler steps once for each process, so a schedule over the batches of a loader is "
             "that of one process, up to the rounding of the number of batches."
         )
-        return Finding(number, "learning rate", text, cause, is_expected=True)
-    if is_per_process:
-        return Finding(
-            number,
-            "learning rate",
-            text,
+    elif is_per_process:
+        cause = (
             f"The prepared scheduler has taken {run.size} steps for each step of the optimizer, one for each "
             "process. Write the schedule for the batches of one process, or pass "
-            'step_scheduler_with_optimizer="per_update".',
+            'step_scheduler_with_optimizer="per_update".'
         )
-    return Finding(
-        number,
-        "learning rate",
-        text,
-        "The script makes the learning rate or the schedule depend on the number of processes.",
-    )
+    else:
+        cause = "The script makes the learning rate or the schedule depend on the number of processes."
+    return Finding(number, "learning rate", text, cause, is_expected=is_rounded)
 
 
 def _compare_samples(step: Step, expected: Step) -> tuple[str, str] | None:
