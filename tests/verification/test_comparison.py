@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from accelerate.commands import verify
 from accelerate.commands.verify import without_own
 from accelerate.verification import TOLERANCES, Finding, Run, Step, compare, tolerances_of
 
@@ -134,6 +137,19 @@ def test_tolerances_follow_the_precision(tmp_path: Path) -> None:
     run = run_of(tmp_path, step(), precision="bf16")
     assert tolerances_of(run) == TOLERANCES["bf16"]
     assert tolerances_of(run, 2.0).loss == 2 * TOLERANCES["bf16"].loss
+
+
+def test_the_json_of_a_loss_that_is_nan_is_strict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(tmp_path, step(loss=float("nan")))
+    monkeypatch.setattr(verify, "_run_both", lambda *args: (run, run))
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    script, result = tmp_path / "train.py", tmp_path / "result.json"
+    script.touch()
+    verify.verify_command(
+        verify.verify_command_parser().parse_args(["--cpu", "--json", str(result), str(script)])
+    )
+    content = json.loads(result.read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert content["launch"]["steps"][0]["loss"] == "nan"
 
 
 def test_flags_of_the_launch_are_passed_on() -> None:

@@ -104,7 +104,9 @@ def verify_command(args: argparse.Namespace) -> None:
             findings = verification.with_cause(findings, verification.compare(*run_both(traced), tolerances))
         print(verification.format_runs(run, reference, findings, args.steps))
         if args.json is not None:
-            content = verification.as_json(run, reference, findings, tolerances)
+            from accelerate.report import finite_values
+
+            content = finite_values(verification.as_json(run, reference, findings, tolerances))
             Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         if args.report is not None:
             _write_report(Path(args.report), run, reference)

@@ -19,4 +19,4 @@ from accelerate.report.series import (
     Point as Point,
     Series as Series,
 )
-from accelerate.report.summary import summarize as summarize
+from accelerate.report.summary import finite_values as finite_values, summarize as summarize

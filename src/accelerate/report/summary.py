@@ -11,7 +11,7 @@ from accelerate.report.series import Series
 
 
 def summarize(run: Run) -> dict[str, Any]:
-    """Returns a summary, in which infinite values and NaN are strings because JSON has none of them."""
+    """Returns a summary for JSON."""
     state, text = run.outcome()
     goodput = run.goodput()
     summary = {
@@ -54,7 +54,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "events": _groups_as_dicts(run.events),
         "config": run.config,
     }
-    return {name: _finite(value) for name, value in summary.items()}
+    return finite_values(summary)  # type: ignore[no-any-return]
 
 
 def _groups_as_dicts(entries: RecordGroups[Any]) -> list[dict[str, Any]]:
@@ -82,9 +82,10 @@ def _by_rank(by_rank: dict[int, Series]) -> dict[str, Any]:
     }
 
 
-def _finite(value: object) -> Any:
+def finite_values(value: object) -> Any:
+    """Returns a value for JSON, which has no infinite values and NaN: they are strings."""
     if isinstance(value, dict):
-        return {str(name): _finite(inner) for name, inner in value.items()}
+        return {str(name): finite_values(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_finite(inner) for inner in value]
+        return [finite_values(inner) for inner in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
