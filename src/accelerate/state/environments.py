@@ -96,6 +96,9 @@ class LauncherVariables:
             )
             fix = "set MASTER_ADDR, on every node, to the address of the node of rank 0"
             raise wrong_value("MASTER_ADDR", None, f"{reason}the address of rank 0", fix)
+        if address and address.isdecimal() and 0 < int(address) < 2**24:  # sockets would connect to 0.0.0.5
+            fix = "set MASTER_ADDR to the host name or the IP address of the node of rank 0"
+            raise wrong_value("MASTER_ADDR", address, "a number is no address of a node", fix)
         is_one_node = address is None or _is_loopback(address)
         _check_below(self.rank, rank, self.size, size)
         port = _number(environ, "MASTER_PORT")

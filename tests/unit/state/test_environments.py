@@ -129,6 +129,7 @@ def test_detect(environ: dict[str, str], topology: Topology) -> None:
         (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK=4: with LOCAL_WORLD_SIZE=4"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9: more processes on this node"),
         (TORCHRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999: there is no such port"),
+        (TORCHRUN | {"MASTER_ADDR": "5"}, "MASTER_ADDR='5': a number is no address of a node"),
         (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR=None: the run has 8 processes on several nodes"),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
