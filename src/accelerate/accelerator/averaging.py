@@ -24,6 +24,7 @@ from accelerate.base import PreparationError, StateError, listed, wrong_value
 from accelerate.checkpointing import LocalShards, Shard, to_local_shards
 from accelerate.ops import current_transport, is_dtensor, run_on_all_ranks
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import services
 
 Decay = float | Callable[[int], float]
 """Decay of an average, or a function that returns it for the number of a step."""
@@ -109,12 +110,24 @@ class WeightAverage:
                 self._refuse_gathered()
         self.refresh()
         kept: list[tuple[Tensor, Tensor]] = []
+        parameters = [each for stepped in self._stepped.values() for each in stepped.parameters]
+        versions, version = torch_private.in_place_versions(parameters), _version_of_averages()
         self.is_applied = True
         try:
             self._put_averages(kept)
+            # Autograd refuses the backward pass of a loss of the weights inside, and of the averages outside.
+            torch_private.set_in_place_versions(parameters, [version] * len(parameters))
             yield self.model
+        except RuntimeError as error:
+            if f"is at version {version};" not in str(error):
+                raise
+            raise StateError(
+                f"backward() inside of applied() has used the averages of {type(self.model).__name__} for a "
+                "loss that was computed with its weights. Call backward() before the block or after it."
+            ) from error
         finally:
             _restore(kept)
+            torch_private.set_in_place_versions(parameters, versions)
             self.is_applied = False
             self._free_gathered()
 
@@ -310,6 +323,11 @@ class WeightAverage:
             for local, average in stepped.pairs():
                 kept.append((local, local.detach().to(average.device, copy=True)))
                 local.copy_(average)
+
+
+def _version_of_averages() -> int:
+    """Returns a number of changes in place that no weights and no other averages of a process have."""
+    return 2**30 + services.next_number("averages")
 
 
 @torch.no_grad()

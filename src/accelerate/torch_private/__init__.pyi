@@ -49,6 +49,7 @@ from accelerate.torch_private.gradients import (
     in_place_versions as in_place_versions,
     is_joining as is_joining,
     is_view as is_view,
+    set_in_place_versions as set_in_place_versions,
     version_counter as version_counter,
 )
 from accelerate.torch_private.loaders import (

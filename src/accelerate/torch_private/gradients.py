@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ in_place_version: Callable[[Tensor], int] = attrgetter("_version")
 def in_place_versions(tensors: Sequence[Tensor | None]) -> list[int]:
     """Returns how often each of several tensors was changed in place, and 0 for None."""
     return [0 if tensor is None else tensor._version for tensor in tensors]
+
+
+def set_in_place_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Sets how often tensors were changed in place, which autograd compares with its saved tensors."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def version_counter(tensor: Tensor) -> Tensor:

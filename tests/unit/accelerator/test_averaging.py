@@ -69,6 +69,43 @@ def averaged(ema: Any) -> list[Tensor]:
         return weights(model)
 
 
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained(model)]
+
+
+@pytest.mark.parametrize("uses_accelerator", [True, False])
+def test_a_loss_keeps_its_weights_while_averages_are_applied(uses_accelerator: bool) -> None:
+    accelerator, model, optimizer = prepared()
+    ema = accelerator.average(model, decay=DECAY)
+    step(accelerator, model, optimizer)
+    backward = accelerator.backward if uses_accelerator else Tensor.backward
+    rows = torch.randn(4, 4)
+    backward(model(rows).square().mean())
+    expected = gradients_of(model)
+    optimizer.zero_grad()
+    loss = model(rows).square().mean()
+    with ema.applied(), torch.no_grad():
+        model(rows)
+    backward(loss)
+    assert all(map(torch.equal, gradients_of(model), expected))
+    optimizer.zero_grad()
+    loss = model(rows).square().mean()
+    with (
+        pytest.raises(StateError, match=r"backward\(\) inside of applied\(\) has used the averages of Net"),
+        ema.applied(),
+    ):
+        backward(loss)
+    optimizer.zero_grad()
+    with ema.applied():
+        backward(model(rows).square().mean())
+        assert not all(map(torch.equal, gradients_of(model), expected))
+        loss = model(rows).square().mean()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        backward(loss)
+    optimizer.zero_grad()
+    step(accelerator, model, optimizer)
+
+
 def are_equal(left: list[Tensor], right: list[Tensor]) -> bool:
     return len(left) == len(right) and all(map(torch.equal, left, right))
 
