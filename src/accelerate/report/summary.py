@@ -83,7 +83,7 @@ def _by_rank(by_rank: dict[int, Series]) -> dict[str, Any]:
 
 
 def finite_values(value: object) -> Any:
-    """Returns a value for JSON, which has no infinite values and NaN: they are strings."""
+    """Returns a value for JSON, in which infinite values and NaN are strings."""
     if isinstance(value, dict):
         return {str(name): finite_values(inner) for name, inner in value.items()}
     if isinstance(value, list):
