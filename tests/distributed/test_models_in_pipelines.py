@@ -14,7 +14,7 @@ import torch
 from tests.stand_ins.cases import call_for_each
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import ConfigurationError, PreparationError, StateError, is_torch_version
@@ -255,6 +255,27 @@ def test_parameters_that_the_loss_does_not_use_are_not_decayed(
     (expected,) = run(train_without_scores, 1, sizes, steps, processes=1)
     found = run(train_without_scores, processes, sizes, steps, processes=processes, timeout=120)[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+class Selective(Layer):
+    """Layer that stores the outputs of matrix products and recomputes everything else."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        stored = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        result: Tensor = checkpoint(super().forward, hidden, use_reentrant=False, context_fn=stored)
+        return result
+
+
+def store_outputs_of_operators() -> str:
+    accelerator = make_pipeline("zbvzerobubble")
+    model = accelerator.prepare(tower(Selective, call, keep))
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    return error_of(lambda: accelerator.forward_backward(model, batch, F.mse_loss))
+
+
+def test_split_backward_passes_refuse_stored_outputs_of_operators(run: Run) -> None:
+    for text in run(store_outputs_of_operators, processes=2):
+        assert text.startswith("The schedule zbvzerobubble runs two backward passes over a layer"), text
 
 
 def last_attribute(part: Any, hidden: Tensor) -> Tensor:

@@ -108,17 +108,31 @@ class ScheduledStages:
             except RuntimeError as error:
                 if error.__cause__ is not None and "failed to run forward" in str(error):
                     raise error.__cause__ from None
-                if SCHEDULES[self._config.schedule].splits_backward and "second time" in str(error):
-                    raise PreparationError(
-                        f"The schedule {self._config.schedule} computes the gradients of inputs and of "
-                        f"weights in separate passes, and layers of {type(self.model.model).__name__} share "
-                        "tensors that need both at once. Use the schedule 1f1b or interleaved1f1b."
-                    ) from error
+                if SCHEDULES[self._config.schedule].splits_backward:
+                    self._explain_split_backward(error)
                 raise
             finally:
                 self._microbatches, self._current_traces, self._finish = [], [], None
         if shares_error:
             self._raise_shared()
+
+    def _explain_split_backward(self, error: RuntimeError) -> None:
+        """Raises an error with the reason if layers do not support separate backward passes for weights."""
+        schedule, reason = self._config.schedule, ""
+        if "extra time" in str(error):
+            reason = (
+                f"The schedule {schedule} runs two backward passes over a layer, and torch allows one if "
+                "activation checkpointing stores outputs of operators in it, as it does for the routing of "
+                "experts. Leave the layer out of activation checkpointing, or use"
+            )
+        elif "second time" in str(error):
+            reason = (
+                f"The schedule {schedule} computes the gradients of inputs and of weights in separate "
+                f"passes, and layers of {type(self.model.model).__name__} share tensors that need both at "
+                "once. Use"
+            )
+        if reason:
+            raise PreparationError(f"{reason} the schedule 1f1b or interleaved1f1b.") from error
 
     @contextmanager
     def sharing_errors(self) -> Iterator[None]:
