@@ -19,6 +19,7 @@ from accelerate.data_loader.last_batch import (
     cut_batch,
     first_samples,
     full_rows,
+    has_entries,
     join,
     pad,
     samples_per_part,
@@ -94,7 +95,7 @@ class GlobalBatchBuilder:
                 batches, is_last, tuple(counts) if is_uneven and len(counts) == len(sizes) else None
             )
         may_be_whole = not self.split and self.cut is None and None not in sizes
-        if may_be_whole and not can_join(batches):
+        if may_be_whole and (has_entries(batches) or not can_join(batches)):
             return self._of_whole_batches(batches, first)
         joined = join(batches)
         samples = count_samples(joined)

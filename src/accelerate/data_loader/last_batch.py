@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 Counts = tuple[int, ...]
 """Number of real samples on each data-parallel rank."""
+_Path = tuple[Any, ...]  # keys and positions that lead to a value in a batch
 PaddingRecord = dict[int, Counts]
 """Counts by the number of the batch in its pass, of batches with padding or with different sizes."""
 
@@ -68,40 +69,50 @@ def join(batches: Sequence[Any]) -> Any:
             "have samples of different shapes, or have no row for each sample and differ. Pad samples to one "
             "shape, or set drop_last=True, or dispatch_batches=False."
         )
-    return _join(batches, count_samples(batches[0]))
+    return _join(batches, count_samples(batches[0]), _paths_of_entries(batches))
 
 
-def _join(items: Sequence[Any], samples: int | None) -> Any:
+def _join(items: Sequence[Any], samples: int | None, entries: set[_Path], path: _Path = ()) -> Any:
     first = items[0]
+    if path in entries:
+        return type(first)(chain.from_iterable(items))
     if isinstance(first, torch.Tensor):
         return concatenate(items) if _has_rows(first, samples) else first
     if isinstance(first, Mapping):
-        return honor_mapping(first, {key: _join([item[key] for item in items], samples) for key in first})
+        columns = {key: [item[key] for item in items] for key in first}
+        joined = {key: _join(parts, samples, entries, (*path, key)) for key, parts in columns.items()}
+        return honor_mapping(first, joined)
     if isinstance(first, (list, tuple)):
         if any(map(_is_nested, first)):
-            return honor_type(first, (_join(parts, samples) for parts in zip(*items, strict=True)))
+            parts = enumerate(zip(*items, strict=True))
+            return honor_type(first, (_join(part, samples, entries, (*path, i)) for i, part in parts))
         return concatenate(items) if len(first) == samples else first
     return first
 
 
 def can_join(batches: Sequence[Any]) -> bool:
     """Returns whether samples of batches have equal shapes, and their other leaves are equal."""
-    first, *others = map(_split_leaves, batches)
+    entries = _paths_of_entries(batches)
+    first, *others = [_split_leaves(batch, entries) for batch in batches]
     return all(shapes == first[0] and _are_equal(rest, first[1]) for shapes, rest in others)
+
+
+def has_entries(batches: Sequence[Any]) -> bool:
+    """Returns whether a batch has a list with one structure for each sample."""
+    return bool(_paths_of_entries(batches))
 
 
 def can_cut(batches: Sequence[Any]) -> bool:
     """Returns whether leaves of batches that `cut_batch` does not cut are equal in all batches."""
-    first, *others = map(_split_leaves, batches)
+    entries = _paths_of_entries(batches)
+    first, *others = [_split_leaves(batch, entries) for batch in batches]
     return all(_are_equal(rest, first[1]) for _, rest in others)
 
 
-def _split_leaves(batch: object) -> tuple[list[Any], list[Any]]:
+def _split_leaves(batch: object, entries: set[_Path]) -> tuple[list[Any], list[Any]]:
     """Returns the shapes of samples in leaves with one row for each sample, and all other leaves."""
     samples, shapes, rest = count_samples(batch), list[Any](), list[Any]()
-    waiting = [batch]
-    while waiting:
-        item = waiting.pop()
+    for path, item in _walk(batch, entries):
         if isinstance(item, torch.Tensor):
             if _has_rows(item, samples):
                 shapes.append(None if item.is_nested else item.shape[1:])
@@ -109,12 +120,34 @@ def _split_leaves(batch: object) -> tuple[list[Any], list[Any]]:
                 rest.append(item)
         elif isinstance(item, Mapping):
             rest.append(list(item))
-            waiting += item.values()
-        elif isinstance(item, (list, tuple)) and any(map(_is_nested, item)):
-            waiting += item
         elif not isinstance(item, (list, tuple)) or len(item) != samples:
             rest.append(item)
+        elif path in entries:
+            shapes.append(type(item))
     return shapes, rest
+
+
+def _paths_of_entries(batches: Sequence[Any]) -> set[_Path]:
+    """Returns where batches have lists with one structure for each sample.
+
+    In a batch of few samples, such a list may also look like a list of columns.
+    """
+    sizes = [(batch, count_samples(batch)) for batch in batches]
+    return {path for batch, size in sizes for path, item in _walk(batch) if path and _has_entries(item, size)}
+
+
+def _walk(batch: Any, entries: set[_Path] | None = None) -> Iterator[tuple[_Path, Any]]:
+    """Yields paths and values of mappings, of leaves and, without `entries`, of all lists."""
+    waiting: list[tuple[_Path, Any]] = [((), batch)]
+    while waiting:
+        path, item = waiting.pop()
+        if isinstance(item, Mapping):
+            waiting += [((*path, key), value) for key, value in item.items()]
+        elif isinstance(item, (list, tuple)) and any(map(_is_nested, item)) and path not in (entries or ()):
+            waiting += [((*path, number), value) for number, value in enumerate(item)]
+            if entries is not None:
+                continue
+        yield path, item
 
 
 def _has_rows(tensor: torch.Tensor, samples: int | None) -> bool:
@@ -173,16 +206,50 @@ def count_samples(batch: Any) -> int | None:
 
 
 def cut_batch(batch: Any, span: slice, samples: int) -> Any:
-    """Returns a span of samples, cut from all tensors and plain lists that are `samples` long."""
+    """Returns a span of samples, cut from all tensors and lists that have one entry for each sample."""
     if isinstance(batch, torch.Tensor):
         return slice_tensors(batch, span) if _has_rows(batch, samples) else batch
     if isinstance(batch, Mapping):
-        return honor_mapping(batch, {key: cut_batch(value, span, samples) for key, value in batch.items()})
+        return honor_mapping(batch, {key: _cut_value(value, span, samples) for key, value in batch.items()})
     if isinstance(batch, (list, tuple)):
         if any(map(_is_nested, batch)):
-            return honor_type(batch, (cut_batch(item, span, samples) for item in batch))
+            return honor_type(batch, (_cut_value(item, span, samples) for item in batch))
         return batch[span] if len(batch) == samples else batch
     return batch
+
+
+def _cut_value(value: Any, span: slice, samples: int) -> Any:
+    return value[span] if _has_entries(value, samples) else cut_batch(value, span, samples)
+
+
+def _has_entries(value: Any, samples: int | None) -> bool:
+    """Returns whether a list in a batch has one structure for each sample, such as boxes and scores.
+
+    A list of columns can have the same length: its tensors and lists have one row for each sample, or its
+    items differ in their form.
+    """
+    if type(value) not in (list, tuple) or not value or len(value) != samples:
+        return False
+    is_uniform = len({_form_of(item) for item in value}) == 1
+    return is_uniform and _is_nested(value[0]) and not all(_has_only_rows(item, samples) for item in value)
+
+
+def _form_of(item: object) -> Any:
+    if isinstance(item, torch.Tensor):
+        return item.ndim, item.dtype
+    return type(item), tuple(item) if isinstance(item, Mapping) else None
+
+
+def _has_only_rows(item: object, samples: int) -> bool:
+    if isinstance(item, torch.Tensor):
+        return _has_rows(item, samples)
+    if isinstance(item, Mapping):
+        return all(_has_only_rows(value, samples) for value in item.values())
+    if isinstance(item, (list, tuple)):
+        if any(map(_is_nested, item)):
+            return all(_has_only_rows(each, samples) for each in item)
+        return len(item) == samples
+    return False
 
 
 def _is_nested(item: object) -> bool:

@@ -153,6 +153,36 @@ def test_split_batches_are_padded_with_samples_of_their_shape(width: int) -> Non
     assert [part["x"].shape for part in last.parts] == [(2, width)] * 2
 
 
+def of_samples(start: int, count: int) -> dict[str, Any]:
+    numbers = range(start, start + count)
+    boxes = [torch.arange(number + 1) for number in numbers]
+    return {
+        "x": torch.tensor(numbers),
+        "targets": [{"boxes": each, "image": number} for number, each in zip(numbers, boxes, strict=True)],
+        "ragged": boxes,
+        "scalars": [torch.tensor(number) for number in numbers],
+        "pairs": tuple((number, "text", None) for number in numbers),
+        "views": [torch.arange(start, start + count)] * 4,
+        "state": (torch.arange(start, start + count), None, 1.5, "text"),
+    }
+
+
+@pytest.mark.parametrize("end", [4, 3, 1])
+def test_lists_with_one_structure_for_each_sample_are_split_with_their_samples(end: int) -> None:
+    batches = GlobalBatchBuilder(2, split=True).build(iter([of_samples(0, 4), of_samples(4, end)]))
+    for batch in batches:
+        for part in batch.parts:
+            numbers, size = part["x"].tolist(), len(part["x"])
+            assert [target["image"] for target in part["targets"]] == numbers
+            assert [len(target["boxes"]) - 1 for target in part["targets"]] == numbers
+            assert [len(each) - 1 for each in part["ragged"]] == numbers
+            assert [int(each) for each in part["scalars"]] == numbers
+            assert [each[0] for each in part["pairs"]] == numbers
+            assert [len(view) for view in part["views"]] == [size] * 4
+            assert part["state"][0].tolist() == numbers
+            assert part["state"][1:] == (None, 1.5, "text")
+
+
 def test_an_object_that_cannot_be_sliced_is_refused_with_the_fix() -> None:
     batches_of_all = GlobalBatchBuilder(2).build(iter([object(), object(), object()]))
     assert len(next(batches_of_all).parts) == 2
