@@ -28,8 +28,18 @@ def make_resumed_loader(loader: Any) -> Any:
     if restored is None or not restored.position.seen or loader.start.origin is not None:
         return None
     if not loader.use_stateful_dataloader or restored.by_torchdata:
+        if restored.position.is_over and not loader.skip_batches:
+            _begin_next_epoch(loader, restored)
         return None
     return skip_prepared(loader, restored.position.seen)
+
+
+def _begin_next_epoch(loader: Any, restored: Restored) -> None:
+    """Ends the epoch of a checkpoint after its last batch, because the loop does not skip its batches."""
+    loader.tracker.end_resumed(restored.position, loader)
+    loader._advance(restored.position.epoch)
+    position = Position(epoch=loader.iteration, stream=restored.position.stream)
+    loader.tracker.restored = replace(restored, position=position)
 
 
 def skip_prepared(loader: Any, skipped: int) -> Any:

@@ -13,7 +13,7 @@ from tests.stand_ins.drawing import Noisy, Passes
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator, DataLoaderConfiguration, rng
 from accelerate.base import CheckpointError
 from accelerate.data_loader import advance, resume
 from accelerate.utils import set_seed
@@ -282,6 +282,27 @@ def test_the_state_after_the_last_batch_is_over_and_the_next_epoch_is_not() -> N
     states = [resume.capture(loader)["is_over"] for _ in loader]  # type: ignore[index]
     assert states == [False, False, True]
     assert resume.capture(loader)["is_over"] is False  # type: ignore[index]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_that_skips_nothing_after_the_last_batch_reads_the_next_epoch(kind: str, workers: int) -> None:
+    set_seed(0)
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(build(kind, workers))
+    for _ in loader:
+        if accelerator.gradient_state.end_of_dataloader:
+            state, streams = resume.capture(loader), resume.capture_stream(loader)
+            generators = rng.capture()
+    expected = [list(loader) for _ in range(2)]
+    again = accelerator.prepare(build(kind, workers))
+    rng.restore(generators)
+    assert state is not None
+    resume.restore(again, state, streams)
+    for batches in expected:
+        for batch, other in zip(batches, again, strict=True):
+            assert all(map(torch.equal, batch, other))
+    assert again.iteration == loader.iteration
 
 
 def test_a_state_restored_in_the_middle_of_a_pass_replaces_its_position() -> None:
