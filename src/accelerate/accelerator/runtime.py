@@ -25,6 +25,7 @@ from accelerate.state import (
     ONE_STATE,
     AcceleratorState,
     GradientState,
+    GradientStates,
     Observers,
     PartialState,
     WeakReference,
@@ -129,9 +130,11 @@ def _assemble(
     request: strategies.RunRequest, state: AcceleratorState, accelerator: Any, functions: Callable[[], Any]
 ) -> Runtime:
     session, backend = strategies.PrepareSession(), state.device_backend
-    if (earlier := services.find(GradientState)) is not None:
+    gradients_of_process = services.of_process(GradientStates)
+    for earlier in gradients_of_process:
         earlier.keep_kwargs()
-    gradients = services.put(GradientState, GradientState(gradient_accumulation_plugin=request.accumulation))
+    gradients = GradientState(gradient_accumulation_plugin=request.accumulation)
+    gradients_of_process.add(gradients)
     context = strategies.Context(
         topology=state.topology,
         backend=backend,

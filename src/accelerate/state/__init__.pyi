@@ -50,7 +50,7 @@ from accelerate.state.environments import (
     get_cpu_distributed_information as get_cpu_distributed_information,
 )
 from accelerate.state.exits import closed_at_exit as closed_at_exit
-from accelerate.state.gradient import GradientState as GradientState
+from accelerate.state.gradient import GradientState as GradientState, GradientStates as GradientStates
 from accelerate.state.partial import PartialState as PartialState, wait_for_everyone as wait_for_everyone
 from accelerate.state.processes import (
     ProcessControl as ProcessControl,

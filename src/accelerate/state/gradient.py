@@ -234,3 +234,7 @@ class _EarlierGradientState(GradientState):
     @plugin_kwargs.setter
     def plugin_kwargs(self, plugin_kwargs: dict[str, Any]) -> None:
         self._own_kwargs = plugin_kwargs
+
+
+class GradientStates(weakref.WeakSet[GradientState]):
+    """States of the Accelerators of a process, which share all but the `plugin_kwargs` of earlier ones."""

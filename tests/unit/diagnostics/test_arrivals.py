@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -138,7 +139,7 @@ def test_messages_of_processes_before_a_restart_are_ignored(ranks: Ranks, last: 
     channel.count("messages", 2)
     ranks.come(1, 2)
     ranks.until(lambda: ranks.kept[1].texts or ranks.kept[2].texts)  # of the one that looked first
-    assert "rank 0 did not come" in ranks.go()[0]
+    assert re.search(r"rank 0 did not come|ranks 0-1 did not come", ranks.go()[0])  # rank 1 may come late
     assert [kept.ended for kept in ranks.kept] == [[], [], []]
 
 

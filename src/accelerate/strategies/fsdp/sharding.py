@@ -242,12 +242,11 @@ def fsdp2_apply_ac(accelerator: Any, model: Model) -> Model:
         The same module.
     """
     plugin = accelerator.state.fsdp_plugin
-    units = choose_units(plugin, model)
-    if not units and not _has_units(plugin, model):
-        name = type(_whole_model(model)).__name__
+    units, whole = choose_units(plugin, model), _whole_model(model)
+    if not units and (whole is model or not choose_units(plugin, whole)):
         logger.warning(
-            f"activation_checkpointing has no effect on {name}: it is one unit. Set auto_wrap_policy, so "
-            "that there are units to recompute."
+            f"activation_checkpointing has no effect on {type(whole).__name__}: it is one unit. Set "
+            "auto_wrap_policy, so that there are units to recompute."
         )
     offload = None
     if plugin.activation_checkpointing_offload:
@@ -300,11 +299,6 @@ def _whole_model(model: nn.Module) -> nn.Module:
     return model if whole is None else whole()
 
 
-def _has_units(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> bool:
-    """Returns whether a model has units, for a stage of a pipeline also in other stages."""
-    return bool(find_units(_whole_model(model), _policy_of(plugin, model)))
-
-
 # Units
 
 
@@ -314,7 +308,7 @@ def choose_units(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> li
     A module with a parameter that is tied to the rest of the model becomes no unit.
     """
     policy = _policy_of(plugin, model)
-    candidates = [unit for unit in find_units(model, policy) if not _is_container(unit)]
+    candidates, whole = _find_candidates(model, policy), _whole_model(model)
     tied = _owners_of_tied(model)
     split = {id(unit) for unit in candidates if _splits_tied(unit, tied)}
     if split:
@@ -322,13 +316,16 @@ def choose_units(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> li
             f"{len(split)} modules of {type(model).__name__} have parameters that are tied to the rest of "
             "it, and become no units."
         )
-    if policy is not None and not candidates and not _has_units(plugin, model):
-        name = type(_whole_model(model)).__name__
+    if policy is not None and not _find_candidates(whole, policy):
         logger.warning(
-            f"auto_wrap_policy finds no module in {name}: it is sharded as one unit, which needs the most "
-            "memory. Name its layers in transformer_cls_names_to_wrap, or set min_num_params."
+            f"auto_wrap_policy finds no module in {type(whole).__name__}: it is sharded as one unit, which "
+            "needs the most memory. Name its layers in transformer_cls_names_to_wrap, or set min_num_params."
         )
     return [unit for unit in candidates if id(unit) not in split]
+
+
+def _find_candidates(model: nn.Module, policy: Any) -> list[nn.Module]:
+    return [unit for unit in find_units(model, policy) if not _is_container(unit)]
 
 
 def _is_container(module: nn.Module) -> bool:
