@@ -114,6 +114,35 @@ def test_equal_changes_are_accepted_and_freezing_a_part_of_a_flat_parameter_is_n
         assert "requires_grad_() of 2 in a unit of Sequential has no effect" in frozen
 
 
+def train_with_a_shared_layer(is_sharded: bool) -> list[float]:
+    """Train a model that has the same layer at two positions of a list, and return its losses."""
+    model: Any = layers(4, 4, 4, 4)
+    model.append(model[2])
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+    if is_sharded:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=1,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Linear"],
+            use_orig_params=True,
+        )
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for inputs, targets in batches(4, 4):
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        losses.append(float(loss.detach()))
+        accelerator.backward(loss) if is_sharded else loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_a_layer_with_two_names_trains_as_on_one_process(run: Run) -> None:
+    expected = pytest.approx(train_with_a_shared_layer(False), rel=1e-5)
+    assert run(train_with_a_shared_layer, True) == [expected] * 2
+
+
 def play(kind: str, steps: int, options: dict[str, Any] | None) -> list[float]:
     """Trains a generator and a discriminator, and returns their losses, in plain torch without options."""
     accelerator = None

@@ -6,6 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/fsdp.html
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -259,6 +260,8 @@ class Fsdp1(Sharded):
                 f"their gradients are not averaged over ranks: {listed(names)}. Freeze them, or do not "
                 "ignore them."
             )
+        repeated = _repeated_modules(model)
+        chosen = [unit for unit in chosen if unit not in repeated]
         for module in exact:
             module.register_forward_hook(partial(_cast_output, plugin.mixed_precision_policy.param_dtype))
         units = [*exact, *chosen]
@@ -371,6 +374,12 @@ class Fsdp1(Sharded):
     def groups_of(self, parameter: Tensor) -> Groups:
         groups: Groups = self.known.get(parameter, ())  # type: ignore[no-untyped-call]
         return groups
+
+
+def _repeated_modules(model: nn.Module) -> set[nn.Module]:
+    """Returns modules with several names, of which torch wraps one and leaves the others without weights."""
+    children = Counter(child for module in model.modules() for child in module._modules.values())
+    return {child for child, count in children.items() if child is not None and count > 1}
 
 
 def root_of(model: nn.Module) -> FSDP | None:
