@@ -238,6 +238,17 @@ def test_two_models_train_with_an_optimizer_prepared_later(run: Run, version: in
     run(train_two, version)
 
 
+def names_of_sharded() -> list[str]:
+    accelerator = Accelerator(fsdp_plugin=plugin_of(2))
+    model = accelerator.prepare(Net())
+    return [type(model).__name__, model._get_name(), accelerator.unwrap_model(model)._get_name()]
+
+
+def test_a_sharded_model_has_the_name_of_its_class(run: Run) -> None:
+    """The Trainer of transformers compares this name to decide whether it shifts labels."""
+    assert run(names_of_sharded) == [["FSDPNet", "Net", "Net"]] * 2
+
+
 def load_on_main(version: int, fields: dict[str, Any]) -> None:
     accelerator = Accelerator(
         fsdp_plugin=plugin_of(version, cpu_ram_efficient_loading=True, use_orig_params=True, **fields)

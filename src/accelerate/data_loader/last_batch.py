@@ -136,7 +136,7 @@ def _paths_of_entries(batches: Sequence[Any]) -> set[_Path]:
     return {path for batch, size in sizes for path, item in _walk(batch) if path and _has_entries(item, size)}
 
 
-def _walk(batch: Any, entries: set[_Path] | None = None) -> Iterator[tuple[_Path, Any]]:
+def _walk(batch: object, entries: set[_Path] | None = None) -> Iterator[tuple[_Path, Any]]:
     """Yields paths and values of mappings, of leaves and, without `entries`, of all lists."""
     waiting: list[tuple[_Path, Any]] = [((), batch)]
     while waiting:

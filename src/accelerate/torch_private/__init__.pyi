@@ -84,6 +84,7 @@ from accelerate.torch_private.modules import (
     is_compiled_in_place as is_compiled_in_place,
     is_optimized_module as is_optimized_module,
     is_stepped_in_backward as is_stepped_in_backward,
+    keep_name as keep_name,
     non_persistent_buffers as non_persistent_buffers,
     num_forward_hooks as num_forward_hooks,
     placeholder_weights as placeholder_weights,

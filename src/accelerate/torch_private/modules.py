@@ -33,6 +33,15 @@ def uncompiled(module: nn.Module) -> Any:
     return module._orig_mod if is_optimized_module(module) else module
 
 
+def keep_name(module: nn.Module, name: str) -> None:
+    """Lets `_get_name` return a name for the modules of a class.
+
+    `fully_shard` sets a class of another name. The Trainer of transformers shifts labels for the models whose
+    names it knows.
+    """
+    type(module)._get_name = lambda self: name  # type: ignore[method-assign]
+
+
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Returns whether `module.compile()` was called, which sets only a private attribute."""
     return getattr(module, "_compiled_call_impl", None) is not None

@@ -181,7 +181,9 @@ def _shard(
         policy = dataclasses.replace(policy, output_dtype=torch.float32)
     # The backward begins with the outermost unit, so it is not freed after forward: None is this default.
     reshard = None if plugin.reshard_after_forward else False
+    name = type(model).__name__
     shard_unit(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, **options)
+    torch_private.keep_name(model, name)
     apply_to_shards(model)
 
 
