@@ -122,7 +122,7 @@ def _set_mode(optimizer: Any, name: str) -> None:
         optimizer = getattr(optimizer, "optimizer", None)
 
 
-def steps_in_backward(optimizer: Any) -> bool:
+def steps_in_backward(optimizer: object) -> bool:
     """Returns whether an optimizer updates parameters during backward and has no step (LOMO)."""
     return callable(getattr(optimizer, "fused_backward", None))
 

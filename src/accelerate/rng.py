@@ -238,5 +238,5 @@ def set_state(generator: Any, state: Any) -> None:
     _access_to(generator).set(generator, state)
 
 
-def _access_to(generator: Any) -> _Access:
+def _access_to(generator: object) -> _Access:
     return next(access for kind, access in GENERATORS.items() if isinstance(generator, kind))

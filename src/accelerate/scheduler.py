@@ -72,7 +72,7 @@ class _ScheduleEndWarning:
             )
 
 
-def _known_length(scheduler: Any, rates: Sequence[float]) -> int | None:
+def _known_length(scheduler: object, rates: Sequence[float]) -> int | None:
     """Returns the number of steps of a torch schedule, or None for a warm-up or one without a length."""
     for name in ("total_steps", "T_max", "total_iters"):
         length = getattr(scheduler, name, None)

@@ -317,7 +317,7 @@ class Accumulation:
             )
         return loss * self.num_parts
 
-    def _check_items(self, current: MicroBatches, num_items: Any) -> None:
+    def _check_items(self, current: MicroBatches, num_items: object) -> None:
         """Raises an error for a micro-batch that does not fit into its window."""
         if self.weighting is not None and not isinstance(self.weighting, ItemWeighting):
             raise StateError(
@@ -417,7 +417,7 @@ def num_copies(strategy: strategies.Strategy) -> int:
     return prod(sizes.get(name, 1) for name in axes_with(Data.COPIES))
 
 
-def _refuse_loader(loader: Any, global_batch_size: int) -> NoReturn:
+def _refuse_loader(loader: object, global_batch_size: int) -> NoReturn:
     """Raises an error for a loader that does not divide global batches."""
     reason = "a constant global batch divides the batches of torch's BatchSampler, whose size divides it"
     fix = "Use a loader with batch_size, or gradient_accumulation_steps"

@@ -90,15 +90,15 @@ class FastSaves:
 
     # Saving
 
-    def pass_begun(self, loader: Any) -> None:
+    def pass_begun(self, loader: object) -> None:
         """Keeps the number of steps before a pass."""
         self._begun[id(loader)] = step_clock.steps
 
-    def pass_ended(self, loader: Any) -> None:
+    def pass_ended(self, loader: object) -> None:
         """Forgets a pass."""
         self._begun.pop(id(loader), None)
 
-    def before_read(self, loader: Any) -> None:
+    def before_read(self, loader: object) -> None:
         """Saves a generation if enough optimizer steps were taken since the last one.
 
         None is saved in a pass without steps, such as an evaluation in the body of another loop, while ranks

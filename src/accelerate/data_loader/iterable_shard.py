@@ -175,7 +175,7 @@ def has_state(dataset: object) -> bool:
     return has_methods and not _has_shuffle_buffer(getattr(dataset, "_ex_iterable", None))
 
 
-def _has_shuffle_buffer(stage: Any) -> bool:
+def _has_shuffle_buffer(stage: object) -> bool:
     """Returns whether a stream of `datasets` has a shuffle buffer, whose samples are not in its state."""
     if stage is None:
         return False

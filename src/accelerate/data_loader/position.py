@@ -143,7 +143,7 @@ class Tracker:
         self.position = Position()
 
 
-def is_tracked(loader: Any) -> bool:
+def is_tracked(loader: object) -> bool:
     """Returns whether a loader has a tracker, as prepared loaders do."""
     return isinstance(getattr(loader, "tracker", None), Tracker)
 

@@ -87,6 +87,6 @@ class DrivingLoader:
         return candidates[0]
 
 
-def _position(loader: Any) -> tuple[Any, Any]:
+def _position(loader: object) -> tuple[Any, Any]:
     """Returns the pass of a loader and the number of batches that it has delivered in it."""
     return getattr(loader, "iteration", None), getattr(loader, "seen", None)

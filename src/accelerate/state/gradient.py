@@ -187,7 +187,7 @@ class GradientState(SharedState):
         references.append(reference)
         self._count_passes()
 
-    def _remove_dataloader(self, dataloader: Any) -> None:
+    def _remove_dataloader(self, dataloader: object) -> None:
         """Removes a loader that is no longer read, if it is registered."""
         references = self._dataloader_references_ref
         for reference in reversed(references):
@@ -195,7 +195,7 @@ class GradientState(SharedState):
                 self._discard(references, reference)
                 return
 
-    def _discard(self, references: list[PassReference | None], removed: Any) -> None:
+    def _discard(self, references: list[PassReference | None], removed: object) -> None:
         # Compared by identity, because two live references are equal if their loaders are.
         references[:] = [reference for reference in references if reference is not removed]
         if self.initialized:  # a loader may be deleted after the state was reset

@@ -208,7 +208,7 @@ def _planned(owner: str, module: nn.Module, modules: Mapping[str, nn.Module]) ->
             yield name
 
 
-def _reason_without_experts(model: nn.Module, is_experts: Any) -> tuple[str, str]:
+def _reason_without_experts(model: nn.Module, is_experts: object) -> tuple[str, str]:
     kind = type(model).__name__
     if is_experts is not None:
         return (

@@ -138,7 +138,7 @@ def window_of(layer: nn.Module, config: Any) -> tuple[str, int] | None:
     return None
 
 
-def _windows(holder: Any, fields: Iterable[str]) -> list[tuple[str, int]]:
+def _windows(holder: object, fields: Iterable[str]) -> list[tuple[str, int]]:
     sizes = {field: getattr(holder, field, None) for field in fields}
     return [
         (f"{field}={size}", size)
@@ -147,7 +147,7 @@ def _windows(holder: Any, fields: Iterable[str]) -> list[tuple[str, int]]:
     ]
 
 
-def _uses_no_window(config: Any, index: int | None) -> bool:
+def _uses_no_window(config: object, index: int | None) -> bool:
     used = getattr(config, "use_sliding_window", None)
     if used is None:
         return False
@@ -262,7 +262,7 @@ def _check_inputs(
         _check_positions(name, sequences.unsharded[id(positions)], real)
 
 
-def _check_presence(name: str, names: list[str], counts_positions: bool, positions: Any) -> None:
+def _check_presence(name: str, names: list[str], counts_positions: bool, positions: object) -> None:
     problem, fix = "takes no position_ids", "Use a model whose forward takes position_ids, or set cp_size=1"
     if not counts_positions:
         if positions is not None or "position_ids" not in names:
@@ -271,7 +271,7 @@ def _check_presence(name: str, names: list[str], counts_positions: bool, positio
     raise ConfigurationError(f"{name} {problem}, so each rank would count positions from 0. {fix}.")
 
 
-def other_kinds(config: Any) -> list[str]:
+def other_kinds(config: object) -> list[str]:
     """Returns the kinds of layers in a config that are not attention of a known kind."""
     kinds = set(getattr(config, "layer_types", None) or ())
     return sorted(k for k in kinds if k not in COMPUTED and not any(part in k for part in WINDOWS))

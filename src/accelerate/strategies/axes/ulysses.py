@@ -62,7 +62,7 @@ class UlyssesAxis(Layer):
         )
 
 
-def check_attention(model: Any, size: int, attention: str) -> None:
+def check_attention(model: object, size: int, attention: str) -> None:
     """Raises an error for a model whose attention cannot be split over `size` ranks."""
     kind, config = type(model).__name__, getattr(model, "config", None)
     if config is None:
