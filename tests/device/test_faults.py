@@ -77,7 +77,7 @@ def one_pinned_buffer_for_all_weights(patch: pytest.MonkeyPatch) -> None:
 
 
 def weights_kept_after_the_forward(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(align.Slot, "clear", lambda self: None)
+    patch.setattr(align.Slot, "clear", lambda self, **kwargs: None)
 
 
 def inputs_left_where_they_are(patch: pytest.MonkeyPatch) -> None:
