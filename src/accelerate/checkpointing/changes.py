@@ -159,17 +159,18 @@ def fill_states(
             return False
         return live.is_cpu and value.is_cpu and not live.is_pinned()
 
+    def fill_one(number: object, live: Any, value: Any) -> Any:
+        if needs_no_copy(live, value):
+            return value
+        is_copied = copy_into(live, value, buffers)
+        return live if is_copied else to_tensor(value, like.get(number), partial(own_tensor, number))
+
     def fill(number: object, values: object) -> Any:
         if not isinstance(values, Mapping):
             return values
         live = None if plain is None or number not in parameters else plain.state.get(parameters[number])
         tensors = live if isinstance(live, Mapping) else {}
-        return {
-            key: tensors[key]
-            if not needs_no_copy(tensors.get(key), value) and copy_into(tensors.get(key), value, buffers)
-            else to_tensor(value, like.get(number), partial(own_tensor, number))
-            for key, value in values.items()
-        }
+        return {key: fill_one(number, tensors.get(key), value) for key, value in values.items()}
 
     return {number: fill(number, values) for number, values in states.items()}
 
